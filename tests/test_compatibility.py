@@ -60,7 +60,10 @@ def test_every_name_is_in_the_installed_vllm(installed):
     replaced = table["engine.arg_utils.EngineArgs.create_engine_config"]
     assert replaced[:2] == ["replaced", "integration/start/shims"]
     assert table[STATS][:2] == ["overridden", "integration/schedule/scheduler"]
-    assert table["v1.attention.backend.AttentionImpl.forward"][0] == "called, overridden"
+    assert (
+        table["v1.attention.backends.flash_attn.FlashAttentionImpl.forward"][0]
+        == "called, overridden"
+    )
     assert table["envs.VLLM_BATCH_INVARIANT"][:2] == ["read", "integration/start/refusals"]
     assert "v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn" in table
 

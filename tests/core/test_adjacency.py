@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,7 +22,7 @@ from tests.core.recycling_steps import (
 )
 from tests.core.strategies import BRIEF
 from vllm_recycle.core import adjacency, owners
-from vllm_recycle.core.adjacency import SCOPES, check_contexts, slots_in
+from vllm_recycle.core.adjacency import SCOPES, slots_in
 from vllm_recycle.core.learn import seed
 from vllm_recycle.core.owners import MAX_SALT, Owner
 
@@ -277,30 +276,3 @@ def test_steadiness_counts_to_three_and_falls_when_the_first_successor_changes()
         write(matrix, 0, [1], successors)
         steadiness.append(int(matrix.table[1, 0]) & 3)
     assert steadiness == [0, 1, 2, 3, 3, 0, 1]
-
-
-# Options.
-
-
-@pytest.mark.parametrize("lengths", [[1], [1, 2, 3, 4], (1, 16)])
-def test_ascending_lengths_from_one_are_taken(lengths):
-    assert check_contexts(lengths) == tuple(lengths)
-
-
-@pytest.mark.parametrize(
-    ("option", "values", "expected"),
-    [
-        (
-            "contexts",
-            [[], [2], [0, 1], [1, 1], [1, 3, 2], [1, 17], [True], [1, 2.0], [1, "2"]],
-            "lengths ascending from 1 to at most 16",
-        ),
-        ("scope", ["global"], "one of"),
-        ("slots", [0, 12], "a power of two"),
-    ],
-)
-def test_options_that_make_no_matrix_are_refused(option, values, expected):
-    for value in values:
-        message = re.escape(f"{option}: got {value!r}, expected {expected}")
-        with pytest.raises(ValueError, match=message):
-            make_matrix(**{option: value})

@@ -64,14 +64,6 @@ def test_a_batch_is_inserted_as_if_one_by_one_and_the_newest_come_first(batches,
     assert found == [(known[::-1] + gaps)[:count] for known in ([], *expected)]
 
 
-@pytest.mark.parametrize("name", ["per_token", "length"])
-def test_sizes_below_one_are_refused(name):
-    sizes = {"per_token": 1, "length": 1}
-    PhrasePool(VOCAB, **sizes)
-    with pytest.raises(ValueError, match=f"{name}: got 0, expected 1 or more"):
-        PhrasePool(VOCAB, **sizes | {name: 0})
-
-
 def test_a_saved_pool_is_loaded_as_it_was_and_forgotten(tmp_path):
     pool, loaded = make_pool([(4, [0, 1]), (4, [0, 2]), (1, [3, 3])]), make_pool([(2, [1, 1])])
     pool.save(tmp_path / "pool", pool.form("f"))

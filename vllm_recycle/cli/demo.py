@@ -21,7 +21,7 @@ from pathlib import Path
 import vllm_recycle
 from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench import driver
-from vllm_recycle.cli.bench.arguments import positive
+from vllm_recycle.cli.bench.arguments import check_model, positive
 from vllm_recycle.cli.bench.methods import METHODS
 from vllm_recycle.cli.bench.plan import Plan
 from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
@@ -105,9 +105,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
                 "package; expected a model directory"
             )
         print(f"no {chat_model} (`make model` fetches it): the small embedded model instead")
-    if not (model / "config.json").is_file():
-        missing = f"config.json in {model}" if model.exists() else f"such folder {model}"
-        raise UsageError(f"--model: no {missing}, expected a model directory")
+    check_model(str(model), "--model")
     chat = has_chat_template(str(model))
     prompts = _prompts(args.prompts, chat=chat)
     if args.num_prompts and args.num_prompts > len(prompts):

@@ -34,7 +34,6 @@ from typing import Literal, get_args
 import torch
 
 from vllm_recycle.core.owners import MAX_SALT, PRIVATE_SALT, Owner, Owners
-from vllm_recycle.core.state_file import is_int, shorten
 
 Scope = Literal["sequence", "shared", "isolated"]
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -163,9 +162,6 @@ class AdjacencyMatrix:
         max_num_reqs: every `req_state_idx` is below this.
         device: where the table lives.
 
-    Raises:
-        ValueError: naming the argument that is not accepted.
-
     """
 
     def __init__(
@@ -179,14 +175,12 @@ class AdjacencyMatrix:
         max_num_reqs: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        if slots < 1 or slots & (slots - 1):
-            raise ValueError(f"slots: got {slots}, expected a power of two")
-        self.scope = check_scope(scope)
+        self.scope = scope
         parts = 1 << (max_num_reqs - 1).bit_length() if scope == "isolated" else 1
         self.layout = MatrixLayout(
             vocab_size=vocab_size,
             k=k,
-            contexts=check_contexts(contexts),
+            contexts=tuple(contexts),
             slots=max(slots, parts),
             has_own=scope != "shared",
             has_shared=scope != "isolated",
@@ -199,10 +193,6 @@ class AdjacencyMatrix:
         self.salts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.classes = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.table.nbytes
 
     @property
     def num_written(self) -> int:
@@ -319,28 +309,6 @@ class AdjacencyMatrix:
         steadiness = min(MAX_STEADINESS, (old_head & 3) + 1) if stays else 0
         entry = [head | steadiness, *successors, salt]
         self.table[address] = torch.tensor(entry, dtype=torch.int32)
-
-
-def check_scope(scope: str) -> Scope:
-    """The scope, which is one of `SCOPES`, or else a ValueError."""
-    if scope not in SCOPES:
-        raise ValueError(f"scope: got {scope!r}, expected one of {list(SCOPES)}")
-    return scope  # type: ignore[return-value]
-
-
-def check_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of contexts, which ascend from 1 to at most `MAX_CONTEXT`, or a ValueError."""
-    lengths = tuple(contexts)
-    if (
-        not all(is_int(length, 1, MAX_CONTEXT) for length in lengths)
-        or lengths[:1] != (1,)
-        or list(lengths) != sorted(set(lengths))
-    ):
-        raise ValueError(
-            f"contexts: got {shorten(list(contexts))}, expected lengths ascending from 1 to at "
-            f"most {MAX_CONTEXT}, such as [1, 2, 3, 4]"
-        )
-    return lengths
 
 
 def slots_in(mib: int, k: int) -> int:

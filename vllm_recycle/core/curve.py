@@ -170,19 +170,6 @@ class Curve(ABC):
         for kind in self.kinds:
             self._logs_of(kind, self.cell(load), log)[0] = log
 
-    def known(self) -> dict[str, float]:
-        """How much longer steps take than was measured, by kind, load and rows per request."""
-        return {
-            f"seconds_by_measured: {kind}, {self.describe(cell)}, {2**place} rows": math.exp(log)
-            for (kind, cell), logs in self.logs.items()
-            for place, log in enumerate(logs)
-            if log
-        }
-
-    @abstractmethod
-    def describe(self, cell: Hashable) -> str:
-        """The loads of a cell, in words."""
-
 
 class MeasuredCurve(Curve):
     """A curve of steps that were timed with a few numbers of rows, at a few loads.
@@ -254,7 +241,16 @@ class MeasuredCurve(Curve):
         super().take_in()
         self._seconds_by_rows.clear()
 
-    def describe(self, cell: Hashable) -> str:
+    def known(self) -> dict[str, float]:
+        """How much longer steps take than was measured, by kind, load and rows per request."""
+        return {
+            f"seconds_by_measured: {kind}, {self._describe(cell)}, {2**place} rows": math.exp(log)
+            for (kind, cell), logs in self.logs.items()
+            for place, log in enumerate(logs)
+            if log
+        }
+
+    def _describe(self, cell: Hashable) -> str:
         assert isinstance(cell, int)
         return f"{self.loads[cell].requests} requests, {self.loads[cell].context} tokens"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,7 +110,10 @@ class GraphCurve(Curve):
             return math.inf
         seconds, per_token = self.times.graphs[graph]
         seconds += per_token * load.context
-        return seconds + _at(self.times.drafting[kind] if nodes else self.times.plain, drafting)
+        # To draft for so many takes what it does for the next more that were timed, or the most.
+        timed = self.times.drafting[kind] if nodes else self.times.plain
+        batch = min((size for size in timed if size >= drafting), default=max(timed, default=None))
+        return seconds if batch is None else seconds + timed[batch]
 
     def graph_sizes(self, requests: int, drafting: int) -> set[int]:
         """Nodes that so many of the requests can have in each graph; fewer there take as long."""
@@ -119,13 +122,3 @@ class GraphCurve(Curve):
             for graph in self.times.graphs
             if graph.num_reqs >= requests
         }
-
-    def describe(self, cell: Hashable) -> str:
-        assert isinstance(cell, int)
-        return f"{2**cell} requests"
-
-
-def _at(seconds: Mapping[int, float], requests: int) -> float:
-    """Seconds to draft for so many: as for the next more that were timed, or the most."""
-    batch = next((size for size in sorted(seconds) if size >= requests), max(seconds, default=None))
-    return 0.0 if batch is None else seconds[batch]

@@ -173,5 +173,4 @@ def from_all_ranks(value: T) -> list[T]:
 
 def from_first_rank(value: T) -> T:
     """What the first of the tensor-parallel ranks has, which must all do and draft alike."""
-    group = get_tp_group()
-    return group.broadcast_object(value) if group.world_size > 1 else value
+    return get_tp_group().broadcast_object(value)

@@ -71,5 +71,5 @@ def describe(proposer: OuroborosProposer, vllm_config: Any) -> str:
         f"{describe_draft_model(vllm_config, shape.gamma)}, window {shape.window}, "
         f"guesses {shape.guesses}, phrase length {shape.phrase_length}, branches "
         f"{shape.branches}, at most {proposer.max_forwards} "
-        f"draft forwards, {pool.num_phrases} phrases known, {pool.num_bytes:,} bytes"
+        f"draft forwards, {pool.num_phrases} phrases known, {pool.table.nbytes:,} bytes"
     )

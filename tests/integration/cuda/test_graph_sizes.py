@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from tests.integration.engines import make_config
 from vllm_recycle.core.curve import TREES, Load
 from vllm_recycle.core.graph_curve import ROWS_OF_A_PROGRAM, GraphCurve, GraphShape, GraphTimes
-from vllm_recycle.integration.cuda.backend import TreeFlashAttentionMetadataBuilder
+from vllm_recycle.integration.cuda.backend import TreeMetadataBuilder
 from vllm_recycle.integration.cuda.graphs import (
     EXACT_BATCHES,
     PADDING_ROWS,
@@ -221,7 +221,7 @@ def test_a_captured_graph_has_trees_where_requests_may_have_several_rows(
 ):
     capture = "build_for_cudagraph_capture"
     monkeypatch.setattr(FlashAttentionMetadataBuilder, capture, lambda self, _: self.num_trees)
-    builder = object.__new__(TreeFlashAttentionMetadataBuilder)
+    builder = object.__new__(TreeMetadataBuilder)
     step = SimpleNamespace(max_query_len=longest, num_reqs=3)
     assert builder.build_for_cudagraph_capture(step) == trees
 

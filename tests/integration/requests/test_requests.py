@@ -51,17 +51,9 @@ def turns_without_drafts() -> list[tuple[list[int], int]]:
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def llm(request, tmp_path_factory, turns_without_drafts) -> Iterator[Any]:
-    """An engine with a method, which tests share; one without had its turn before.
-
-    A word of vLLM's is in the path of its draft model.
-    """
-    method = METHODS[request.param]
-    if "model" in method:
-        folder = tmp_path_factory.mktemp("eagle-cluster") / "draft"
-        folder.symlink_to(method["model"])
-        method = method | {"model": str(folder)}
-    with engine(method, **SHARED) as llm:
+def llm(request, turns_without_drafts) -> Iterator[Any]:
+    """An engine with a method, which tests share; one without had its turn before."""
+    with engine(METHODS[request.param], **SHARED) as llm:
         yield llm
 
 

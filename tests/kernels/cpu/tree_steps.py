@@ -107,7 +107,6 @@ class Step:
             num_rows=num_rows,
             num_context=torch.tensor([text.context for text in texts]),
             block_table=table,
-            block_size=layout.block_size,
         )
         rows = 1 + int((1 + num_rows).sum())
         query = torch.randn(rows, layout.heads, layout.head_size).to(layout.dtype)

@@ -30,17 +30,11 @@ class PhrasePool(SavedState):
         per_token, length: see above.
         device: where the table lives.
 
-    Raises:
-        ValueError: `per_token` or `length` below 1.
-
     """
 
     def __init__(
         self, num_owners: int, *, per_token: int, length: int, device: torch.device | str = "cpu"
     ) -> None:
-        for name, value in (("per_token", per_token), ("length", length)):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, expected 1 or more")
         shape = (num_owners + 1, per_token, length)
         self.table = torch.empty(shape, dtype=torch.int32, device=device)
         self.clear()
@@ -57,10 +51,6 @@ class PhrasePool(SavedState):
     @property
     def places(self) -> dict[str, torch.Tensor]:
         return {"phrase_pool": self.phrases}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.table.nbytes
 
     @property
     def num_phrases(self) -> int:

@@ -89,7 +89,6 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             num_rows=torch.from_numpy(np.array(sizes)),
             num_context=torch.from_numpy(np.array(seq_lens) - np.array(sizes)),
             block_table=common.block_table_tensor,
-            block_size=self.block_size,
             are_cached=are_cached,
         )
         if not all(sizes):

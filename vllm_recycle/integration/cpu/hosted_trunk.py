@@ -26,41 +26,49 @@ from vllm_recycle.integration.options import settings_of
 PROPOSERS = ("Eagle", "Medusa")
 
 
-class HostedProposer:
-    """vLLM's proposer of a runner, and the probabilities of what it chooses.
-
-    Args:
-        runner: which has it, and calls it.
-        length: the most tokens of a chain.
+class HostedTrunkV1Drafter(AlongTrunks):
+    """Drafts trees along what vLLM's proposer of the runner drafts.
 
     Attributes:
-        is_model: whether it is a model, whose chains take time, and have probabilities; Medusa's
-            heads are none.
+        is_model: whether the proposer is a model, whose chains take time, and have probabilities;
+            Medusa's heads are none.
 
     """
 
-    def __init__(self, runner: Any, length: int) -> None:
-        self.runner, self.proposer = runner, runner.drafter
-        name = type(self.proposer).__name__
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
+        self.length = settings_of(vllm_config).options.trunk_length
+        super().__init__(vllm_config, device, runner, length=self.length)
+        self.runner, self.host = runner, runner.drafter
+        name = type(self.host).__name__
         if name.removesuffix("Proposer") not in PROPOSERS:
             raise NotImplementedError(
                 f"token_recycling does not support a trunk by {name}; change it, or leave it out"
             )
-        self._choices: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.is_model = isinstance(self.proposer, SpecDecodeBaseProposer)
-        self.proposer.num_speculative_tokens = length  # not those of a tree
+        self._best: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.is_model = isinstance(self.host, SpecDecodeBaseProposer)
+        self.choices.has_probabilities = self.is_model
+        self.host.num_speculative_tokens = self.length  # not those of a tree
         if self.is_model:
-            self.proposer._greedy_sample = self._choose
-            self._propose = self.proposer.propose
-            self.proposer.propose = self._propose_with_own_lengths
-            self._share_embeddings = self.proposer._maybe_share_embeddings
-            self.proposer._maybe_share_embeddings = self._share_plain_embeddings
+            self.host._greedy_sample = self._choose
+            self._propose = self.host.propose
+            self.host.propose = self._propose_with_own_lengths
+            self._share_embeddings = self.host._maybe_share_embeddings
+            self.host._maybe_share_embeddings = self._share_plain_embeddings
 
     @property
     def attention_layers(self) -> Set[str]:
-        return self.proposer._draft_attn_layer_names if self.is_model else frozenset()
+        return self.host._draft_attn_layer_names if self.is_model else frozenset()
 
-    def draft(self, length: int) -> Trunks:
+    def draft_trunks(self, texts: TextEnds, block_tables: Any, rate: float) -> Trunks | None:
+        # A model reads each step, whether it drafts or not; Medusa's heads have one length.
+        depths = torch.tensor(texts.max_depths)
+        trunks = self._draft(self.length if depths.any() or not self.is_model else 0)
+        if not depths.any():
+            return None
+        trunks.token_ids[depths == 0] = NO_TOKEN
+        return trunks
+
+    def _draft(self, length: int) -> Trunks:
         """Trunks of so many tokens behind the step of the runner, or of fewer.
 
         To be called once behind each step: with 0, a model reads the step alone.
@@ -69,12 +77,12 @@ class HostedProposer:
             Trunks with probabilities in the place of chances; a half where none is known.
 
         """
-        self._choices.clear()
+        self._best.clear()
         chains = self.runner.draft_chains(length)[:, :length]
         shape = len(chains), length, CHOICES
-        if self._choices:
+        if self._best:
             # One forward may choose the tokens of all places, request by request.
-            parts = [torch.stack(values, dim=1) for values in zip(*self._choices, strict=True)]
+            parts = [torch.stack(values, dim=1) for values in zip(*self._best, strict=True)]
             token_ids, probabilities = (part.view(shape) for part in parts)
             return Trunks(token_ids, probabilities)
         token_ids = torch.full(shape, NO_TOKEN)
@@ -83,17 +91,17 @@ class HostedProposer:
 
     def _choose(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The best token of each row, int64 [rows]; the best ones are kept."""
-        logits = self.proposer.model.compute_logits(hidden_states).float()
+        logits = self.host.model.compute_logits(hidden_states).float()
         best = logits.topk(CHOICES)
         probabilities = (best.values - logits.logsumexp(dim=1, keepdim=True)).exp().double()
-        self._choices.append((best.indices, probabilities))
+        self._best.append((best.indices, probabilities))
         return best.indices[:, 0].contiguous()
 
     def _share_plain_embeddings(self, target_language_model: torch.nn.Module) -> None:
         self._share_embeddings(target_language_model)
         # A head has no adapters: theirs are set for the rows of the target's step alone. Remove
         # when vLLM's V1 runner shares the plain layer, as Model Runner V2 does.
-        inner_model: Any = getattr(self.proposer.model, "model", None)
+        inner_model: Any = getattr(self.host.model, "model", None)
         embedding = getattr(inner_model, "embed_tokens", None)
         if isinstance(embedding, BaseLayerWithLoRA):
             inner_model.embed_tokens = embedding.base_layer
@@ -109,32 +117,8 @@ class HostedProposer:
         )
         return self._propose(*args, common_attn_metadata=common, **kwargs)
 
-
-class HostedTrunkV1Drafter(AlongTrunks):
-    """Drafts trees along what vLLM's proposer drafts."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
-        options = settings_of(vllm_config).options
-        self.length = options.trunk_length
-        super().__init__(vllm_config, device, runner, length=self.length)
-        self.source = HostedProposer(runner, self.length)
-        self.is_model = self.choices.has_probabilities = self.source.is_model
-
-    @property
-    def attention_layers(self) -> Set[str]:
-        return self.source.attention_layers
-
-    def draft_trunks(self, texts: TextEnds, block_tables: Any, rate: float) -> Trunks | None:
-        # A model reads each step, whether it drafts or not; Medusa's heads have one length.
-        depths = torch.tensor(texts.max_depths)
-        trunks = self.source.draft(self.length if depths.any() or not self.is_model else 0)
-        if not depths.any():
-            return None
-        trunks.token_ids[depths == 0] = NO_TOKEN
-        return trunks
-
     def price(self, runner: Any) -> str | None:
-        if self.source.is_model and self.source.proposer.supports_mm_inputs:
+        if self.is_model and self.host.supports_mm_inputs:
             raise NotImplementedError(
                 "token_recycling does not support a trunk by a head that reads images; leave it out"
             )
@@ -153,7 +137,7 @@ class HostedTrunkV1Drafter(AlongTrunks):
 
     def _time_forward(self, num_reqs: int) -> float:
         """The shortest time of a forward that chooses."""
-        proposer = self.source.proposer
+        proposer = self.host
 
         def run() -> None:
             proposer.dummy_run(num_reqs, use_cudagraphs=False, is_graph_capturing=True)

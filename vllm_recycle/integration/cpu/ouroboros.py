@@ -22,7 +22,6 @@ class OuroborosV1Drafter(DraftModel, V1Drafter):
     """Drafts as the paper does; the target verifies the whole of it."""
 
     proposer: OuroborosProposer
-    num_rounds = 0  # counted once for each request
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         self.proposer = make_proposer(vllm_config, device)

@@ -203,11 +203,7 @@ def _take_mamba2(layer: MambaMixer2) -> None:
     layer.conv_ssm_forward = conv_ssm_forward
 
 
-def _take_gated_delta_net(layer: QwenGatedDeltaNetAttention) -> None:
-    wrap_gated_delta_net(run_by_depth)
-
-
 KINDS: dict[type, Callable[[Any], None]] = {
     MambaMixer2: _take_mamba2,
-    QwenGatedDeltaNetAttention: _take_gated_delta_net,
+    QwenGatedDeltaNetAttention: lambda _: wrap_gated_delta_net(run_by_depth),
 }

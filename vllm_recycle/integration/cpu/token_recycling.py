@@ -158,7 +158,7 @@ class TokenRecyclingV1Drafter(TokenRecyclingDrafter, V1Drafter):
         return Price(seconds) if self.chooser is None else self.chooser.price(kind, seconds, load)
 
     def describe(self) -> str:
-        proposer, num_bytes = self.proposer, self.state.matrix.num_bytes
+        proposer, num_bytes = self.proposer, self.state.matrix.table.nbytes
         cost = "measured" if (cost := self.options.row_cost) is None else f"{cost:g} of a step"
         tree, shape = proposer.tree, f"dynamic trees of at most {proposer.num_nodes} nodes"
         if tree is not None:

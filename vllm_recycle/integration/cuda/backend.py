@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.flash_attn import (
@@ -36,8 +34,8 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 MAX_HEAD_SIZE = 256  # that the kernel is compiled and tested for
 
 
-class TreeMetadataBuilder(AttentionMetadataBuilder):
-    """To be put before a metadata builder of vLLM.
+class TreeMetadataBuilder(FlashAttentionMetadataBuilder):
+    """FlashAttention's metadata, and the trees.
 
     Of a step whose first requests are trees it sets two attributes on what it builds:
     `tree_queries`, of their rows, and `plain_metadata`, vLLM's of the requests behind them, None
@@ -120,8 +118,8 @@ def _requests_from(common: CommonAttentionMetadata, first_request: int) -> Commo
     )
 
 
-class TreeAttentionImpl(AttentionImpl):
-    """To be put before an attention implementation of vLLM.
+class TreeFlashAttentionImpl(FlashAttentionImpl):
+    """FlashAttention for all rows that are no tree.
 
     Raises:
         NotImplementedError: a kind of layer whose masks or scores the tree path does not have.
@@ -218,19 +216,11 @@ def warm_up_tiles(
             )
 
 
-class TreeFlashAttentionMetadataBuilder(TreeMetadataBuilder, FlashAttentionMetadataBuilder):
-    """FlashAttention's metadata, and the trees."""
-
-
-class TreeFlashAttentionImpl(TreeAttentionImpl, FlashAttentionImpl):
-    """FlashAttention for all rows that are no tree."""
-
-
 class TreeFlashAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:
         return TreeFlashAttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
-        return TreeFlashAttentionMetadataBuilder
+    def get_builder_cls() -> type[TreeMetadataBuilder]:
+        return TreeMetadataBuilder

@@ -118,9 +118,3 @@ class V2Drafter(Drafter):
 
     def release(self, req_state_idx: int) -> None:
         """A request ended: finished, aborted or preempted."""
-
-
-def has_text(input_batch: Any) -> np.ndarray:
-    """bool [num_reqs], which requests have all of their prompt behind them."""
-    ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-    return ends >= input_batch.prefill_len_np

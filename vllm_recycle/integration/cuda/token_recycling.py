@@ -27,7 +27,7 @@ from vllm_recycle.core.grow import BEAM, Trunks
 from vllm_recycle.core.learn import VerifiedStep
 from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult
-from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator, has_text
+from vllm_recycle.integration.cuda.drafter import V2Drafter, V2Speculator
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.schedule.draft_sizes import DraftReport
 from vllm_recycle.integration.token_recycling import TokenRecyclingDrafter
@@ -218,7 +218,7 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
         return choose_trunks(idx_mapping, copies, self.trunks)
 
     def describe(self) -> str:
-        trees, num_bytes = self.trees, self.state.matrix.num_bytes + self.stamps.nbytes
+        trees, num_bytes = self.trees, self.state.matrix.table.nbytes + self.stamps.nbytes
         name = "dynamic trees" if self.template is None else f"tree {self.template.name}"
         return (
             f"token_recycling: {name} of at most {trees.num_nodes} nodes and {trees.depth} levels, "
@@ -327,4 +327,6 @@ class TokenRecyclingSpeculator(V2Speculator):
 
     def _counted(self, input_batch: Any) -> np.ndarray:
         """bool [num_reqs], whose trees may be verified in the next step."""
-        return has_text(input_batch) & self.may_speculate[input_batch.idx_mapping_np]
+        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        has_text = ends >= input_batch.prefill_len_np  # all of its prompt is behind it
+        return has_text & self.may_speculate[input_batch.idx_mapping_np]

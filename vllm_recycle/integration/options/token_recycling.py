@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from vllm_recycle.core.adjacency import AdjacencyMatrix, check_contexts, check_scope, slots_in
+from vllm_recycle.core.adjacency import MAX_CONTEXT, SCOPES, AdjacencyMatrix, slots_in
 from vllm_recycle.core.curve import CHAINS, TREES
 from vllm_recycle.core.grow import LEVELS
 from vllm_recycle.core.state_file import is_int
@@ -104,11 +104,11 @@ class TokenRecyclingOptions(SharedOptions):
         expect("k", self.k, is_int(self.k, 1, 64), "an integer 1 to 64")
         expect("tree", self.tree, isinstance(self.tree, str), "a name or a path")
         expect("contexts", self.contexts, isinstance(self.contexts, list | tuple), "a list")
-        try:
-            check_contexts(self.contexts)
-            check_scope(self.scope)
-        except ValueError as error:
-            raise ValueError(f"speculative_config: {error}") from None
+        are_lengths = all(is_int(length, 1, MAX_CONTEXT) for length in self.contexts)
+        ascend = are_lengths and list(self.contexts) == sorted({1, *self.contexts})
+        expected = f"lengths ascending from 1 to at most {MAX_CONTEXT}, such as [1, 2, 3, 4]"
+        expect("contexts", self.contexts, ascend, expected)
+        expect("scope", self.scope, self.scope in SCOPES, f"one of {list(SCOPES)}")
         is_size = is_int(self.context_mib, 1, 65536)
         expect("context_mib", self.context_mib, is_size, "an integer 1 to 65536")
         if self.state_file is not None and self.isolates:

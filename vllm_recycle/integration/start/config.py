@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -105,15 +104,14 @@ def rewrite(engine_args: Any) -> Any | None:
     if rewritten.enable_lora:
         shims.after_batch_defaults(rewritten, _make_room_with_lora)
     shims.wrap_create_speculative_config(rewritten, partial(_create_host, method))
-    if options.has_own_model:
-        _keep_method(rewritten, rewritten.speculative_config["model"])
     return rewritten
 
 
 def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) -> None:
     """Refuse flags for which vLLM would first ask for another one, or which we overwrite.
 
-    So are a worker or a scheduler of the user's, and a place for options that is none.
+    So are a worker or a scheduler of the user's, a place for options that is none, and a draft
+    model whose name makes it one of another method for vLLM.
     """
     runner = envs.VLLM_USE_V2_MODEL_RUNNER
     flags = {
@@ -123,6 +121,13 @@ def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) 
         **refusals.before_a_version(options, on_v2=platform.on_v2),
     }
     refusals.refuse(options.method, flags)
+    model = options.host_config(platform.host).get("model", "") if options.has_own_model else ""
+    for word in WORDS_OF_METHODS:
+        if word in model.lower():
+            raise ValueError(
+                f"speculative_config: model is {model!r}, which vLLM takes for one of its method "
+                f"{word.strip('-')!r} by its name, expected a path without {word!r}: rename it"
+            )
     needs = "the method brings its own"
     worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
     for flag, value, default in (("worker", worker, "auto"), ("scheduler", scheduler, None)):
@@ -167,18 +172,6 @@ def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:
             "the %d rows of a draft, which vLLM asks for; a step has at most %d tokens as before",
             tokens, rows, requests, rows // requests, engine_args.max_num_scheduled_tokens,
         )  # fmt: skip
-
-
-def _keep_method(engine_args: Any, path: str) -> None:
-    """Keep vLLM from taking a draft model's path for a method of its own."""
-    word = next((word for word in WORDS_OF_METHODS if word in path.lower()), None)
-    if word and not Path(path).is_dir():
-        raise ValueError(
-            f"speculative_config: model is {path!r}, which vLLM takes for one of its method "
-            f"{word.strip('-')!r}, expected a folder, or a name without {word!r}"
-        )
-    if word:
-        shims.hide_draft_path(engine_args, path)
 
 
 def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:

@@ -105,6 +105,8 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache = vllm_config.cache_config
     on_ranks = parallel.world_size_across_dp > 1
+    # What vLLM's attention on a CPU has kernels for.
+    cpu_cache_dtypes = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", str(model.dtype)[len("torch.") :])
     return {
         # On a CPU vLLM's own drafts end it at start-up: the first stages have no drafter.
         "--pipeline-parallel-size above 1": parallel.pipeline_parallel_size > 1,
@@ -133,7 +135,7 @@ def unsupported(vllm_config: Any, *, on_v2: bool) -> dict[str, bool]:
         ),
         # vLLM starts with any, and writes beyond the end of its cache.
         f"--kv-cache-dtype {cache.cache_dtype} on a CPU": (
-            cache.cache_dtype not in _cpu_cache_dtypes(model) and not on_v2
+            cache.cache_dtype not in cpu_cache_dtypes and not on_v2
         ),
         # Remove when vLLM 0.31 is dropped; later versions have no such mode.
         "--mamba-cache-mode all": cache.mamba_cache_mode == "all",
@@ -177,11 +179,6 @@ def unsupported_by_trees(vllm_config: Any, platform: Platform) -> dict[str, bool
         **_attention_of("model", model),
         **platform.unsupported_by_trees(vllm_config, "model", model),
     }
-
-
-def _cpu_cache_dtypes(model: Any) -> tuple[str, ...]:
-    """What vLLM's attention on a CPU has kernels for."""
-    return ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", str(model.dtype).removeprefix("torch."))
 
 
 def has_states(model: Any) -> bool:

@@ -14,10 +14,8 @@ import functools
 import logging
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import vllm
@@ -204,24 +202,3 @@ def wrap_create_speculative_config(engine_args: Any, create: Callable[..., Any])
     """
     original = engine_args.create_speculative_config
     engine_args.create_speculative_config = functools.partial(create, original)
-
-
-def hide_draft_path(engine_args: Any, path: str) -> None:
-    """Show vLLM the folder of a draft model under another name while it makes a configuration.
-
-    Some words in a path change the method, whatever was asked for. The configuration has the path
-    that was given. Remove when vLLM leaves the method `draft_model` as it is.
-    """
-
-    def create(original: Any, *args: Any, **kwargs: Any) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            link = Path(folder, "draft")
-            link.symlink_to(Path(path).absolute())
-            engine_args.speculative_config["model"] = str(link)
-            config = original(*args, **kwargs)
-        draft = config.draft_model_config
-        config.model = draft.model = draft.served_model_name = path
-        draft.hf_config._name_or_path = path  # by which compiled code is kept
-        return config
-
-    wrap_create_speculative_config(engine_args, create)

@@ -35,7 +35,6 @@ class TreeQueries:
         num_context: int64 [batch], tokens before the root.
         block_table: int32 [batch, n], the blocks of each request, enough for context and rows; for
             the context, and anything behind it, where the rows' keys and values are given.
-        block_size: tokens a block.
         are_cached: whether the rows' keys and values are in the cache.
 
     """
@@ -45,7 +44,6 @@ class TreeQueries:
     num_rows: torch.Tensor
     num_context: torch.Tensor
     block_table: torch.Tensor
-    block_size: int
     are_cached: bool = True
 
     def select(self, selection: torch.Tensor) -> TreeQueries:

@@ -34,33 +34,16 @@ class PagedLayers:
     def make(cls, kv_caches: Sequence[torch.Tensor]) -> PagedLayers:
         """The distinct ones of these caches: layers may share one, and it is moved once.
 
-        Raises:
-            ValueError: no cache, or caches that differ in shape, strides, dtype or device, or
-                whose last dimension is not contiguous.
-
+        One or more, of one shape, layout, dtype and device.
         """
-        if not kv_caches:
-            raise ValueError("KV caches: got none, expected one or more")
-        layout = _describe(kv_caches[0])
-        if kv_caches[0].ndim != 4 or kv_caches[0].stride(-1) != 1:
-            raise ValueError(
-                f"KV cache 0: got {layout}, expected [blocks, kv_heads, block_size, "
-                "2 * head_size] with a contiguous last dimension"
-            )
-        for index, kv_cache in enumerate(kv_caches):
-            if _describe(kv_cache) != layout:
-                raise ValueError(
-                    f"KV cache {index}: got {_describe(kv_cache)}, expected {layout} as the first"
-                )
+        first = kv_caches[0]
+        assert first.ndim == 4
+        assert first.stride(-1) == 1
+        for kv_cache in kv_caches:
+            assert (kv_cache.shape, kv_cache.stride()) == (first.shape, first.stride())
+            assert (kv_cache.dtype, kv_cache.device) == (first.dtype, first.device)
         distinct = {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}
-        pointers = torch.tensor(list(distinct), dtype=torch.int64, device=kv_caches[0].device)
-        size = kv_caches[0].element_size()
-        steps = [size * length for length in (*kv_caches[0].stride()[:3], kv_caches[0].shape[3])]
+        pointers = torch.tensor(list(distinct), dtype=torch.int64, device=first.device)
+        size = first.element_size()
+        steps = [size * length for length in (*first.stride()[:3], first.shape[3])]
         return cls(tuple(distinct.values()), pointers, math.gcd(8, *distinct, *steps))
-
-
-def _describe(kv_cache: torch.Tensor) -> str:
-    return (
-        f"{kv_cache.dtype} {list(kv_cache.shape)} with strides {list(kv_cache.stride())} on "
-        f"{kv_cache.device}"
-    )
