@@ -8,6 +8,7 @@ few sizes, worths are a step old, and what a step gave is known two steps later.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -286,3 +287,22 @@ def test_drafts_of_one_node_are_of_both_kinds(chooser):
         [seconds] = chooser.curve.at(TREES, LOAD, (2,))
         chooser.served(None, LOAD, 2, tokens=1, seconds=seconds, expected=0.9)
     assert max(trust.factor for trust in chooser.trusts.values()) < 0.6
+
+
+def test_drafts_that_break_their_promise_for_long_are_logged_once(chooser, monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.recycle"), "warning", lambda form, *args: logged.append(form % args)
+    )
+
+    def serve(steps: int, *, accepted: int) -> int:
+        """How often it is said so far. Between these steps others have drafts of another kind."""
+        for _ in range(steps):
+            for kind, tokens in ((CHAINS, 1 + accepted), (TREES, 5)):
+                chooser.served(kind, LOAD, 5, tokens=tokens, seconds=None, expected=4.0)
+        return len(logged)
+
+    steps = [(63, 0), (200, 0), (64, 1), (128, 2), (128, 1), (128, 3), (128, 1)]
+    # Two of four are not enough to be trusted again, three are.
+    assert [serve(many, accepted=accepted) for many, accepted in steps] == [0, 1, 1, 1, 1, 1, 2]
+    assert logged[0].startswith("drafts (chains): of 256 tokens per request")

@@ -7,6 +7,7 @@ be; what it costs is from the curve, what it gives from the worth of its nodes.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -17,12 +18,14 @@ import torch
 
 from vllm_recycle.core.curve import TRUNKS, Curve, Load
 from vllm_recycle.core.explore import (
+    DOUBTFUL,
     FIRST_GAIN,
     FIRST_STEPS,
     FORGET,
     FORGET_OTHER,
     MOST_LONGER,
     PLAIN,
+    PROMISED,
     STALL,
     Account,
     Arm,
@@ -30,6 +33,8 @@ from vllm_recycle.core.explore import (
     Mean,
     Trust,
 )
+
+logger = logging.getLogger("vllm.recycle")
 
 
 class Price(NamedTuple):
@@ -310,11 +315,22 @@ class Chooser:
 
     def _trust(self, kinds: Sequence[str], load: Load, tokens: int, expected: float | None) -> None:
         """Take in whether drafts of these kinds kept their promise; none for a plain step."""
+        doubtful_kinds = []
         for kind, trust in self.trusts.items():
             if kind not in kinds:
                 trust.forget(FORGET_OTHER if kinds else FORGET)
             elif expected is not None:
-                trust.count(tokens / load.requests - 1.0, expected / load.requests)
+                accepted = tokens / load.requests - 1.0
+                if trust.count(accepted, expected / load.requests):
+                    doubtful_kinds.append(kind)
+        if doubtful_kinds:
+            logger.warning(
+                "drafts (%s): of %d tokens per request that were expected to be accepted, less "
+                "than %g %% were; such drafts are smaller now",
+                ", ".join(doubtful_kinds),
+                PROMISED,
+                100 * DOUBTFUL,
+            )
 
 
 def arm_of(kind: str, rows: float) -> Arm:

@@ -37,6 +37,9 @@ GROW_EVERY = 32
 # A step forgets a part of what drafts gave: of its own kind, or of the others; and a part of what
 # drafts are worth, where worths are averaged over steps.
 FORGET, FORGET_OTHER, FADE = 1 / 32, 1 / 512, 1 / 16
+# Drafts of a kind are doubtful if less than a part came of so many tokens that they promised, until
+# it is twice that part.
+PROMISED, DOUBTFUL = 256.0, 0.3
 
 # What a step may be: without drafts, or with drafts of a kind and so many rows per request.
 Arm = tuple[str, int]
@@ -90,20 +93,38 @@ class Account:
 
 
 class Trust:
-    """How far drafts of a kind keep their promise: accepted tokens per expected token."""
+    """How far drafts of a kind keep their promise: accepted tokens per expected token.
+
+    Attributes:
+        is_doubtful: whether few of the last `PROMISED` tokens or more came.
+
+    """
 
     def __init__(self) -> None:
         self._accepted = self._expected = STAKE
+        self._window_accepted = self._window_expected = 0.0
+        self.is_doubtful = False
 
     @property
     def factor(self) -> float:
         return self._accepted / self._expected
 
-    def count(self, accepted: float, expected: float) -> None:
-        """Take in a step with such drafts, in tokens of all requests by their number."""
+    def count(self, accepted: float, expected: float) -> bool:
+        """Take in a step with such drafts, in tokens of all requests by their number.
+
+        Returns whether they have become doubtful with it.
+        """
         self.forget(FORGET)
         self._accepted += accepted
         self._expected += expected
+        self._window_accepted += accepted
+        self._window_expected += expected
+        if self._window_expected < PROMISED:
+            return False
+        was_doubtful, part = self.is_doubtful, self._window_accepted / self._window_expected
+        self.is_doubtful = part < (1 + was_doubtful) * DOUBTFUL
+        self._window_accepted = self._window_expected = 0.0
+        return self.is_doubtful and not was_doubtful
 
     def forget(self, part: float) -> None:
         """Forget a part of what is known: no promise can be kept in a step without such drafts."""
@@ -162,8 +183,7 @@ class Explorer:
             (self._last_steps.get((cell, arm), -STALE), cost, arm)
             for arm, cost in {PLAIN: 1.0, **arms()}.items()
             if cost <= self.account.most
-            if self._last_steps.get((cell, arm), -STALE) <= self._num_steps - STALE
-            or arm[0] in self._new_kinds
+            if self.is_stale(cell, arm) or arm[0] in self._new_kinds
         ]
         if not candidates:
             return None
@@ -179,6 +199,10 @@ class Explorer:
         self._surprises.clear()
         self._plain_steps.clear()
         return arm
+
+    def is_stale(self, cell: Hashable, arm: Arm) -> bool:
+        """Whether it was neither served nor looked at for long."""
+        return self._last_steps.get((cell, arm), -STALE) <= self._num_steps - STALE
 
     def served(
         self, cell: Hashable, arms: Sequence[Arm], *, seconds: float | None, expected: float
