@@ -24,7 +24,6 @@ from tests.integration.engines import (
     watched_chains,
 )
 from tests.integration.models import heads
-from vllm_recycle.core.choose import Chooser
 
 LENGTH = 3
 PROMPTS = read_prompts(4)
@@ -140,12 +139,10 @@ def test_a_trunk_is_no_longer_than_a_draft(plain):
         assert generate(llm, PROMPTS, MIXED) == plain(TARGET)[0][0]
 
 
-def test_where_trees_do_not_go_chains_begin_with_the_trunk(sources, monkeypatch):
-    """In float16; of a head, whose rounds are priced."""
+def test_where_trees_do_not_go_chains_begin_with_the_trunk(sources):
+    """In float16."""
     model, trunk = sources["eagle"]
-    always = lambda self, load, rate, *, num_left, **kwargs: num_left > 0  # noqa: E731
-    monkeypatch.setattr(Chooser, "choose_trunks", always)
-    method = {"method": "token_recycling", "trunk": trunk}
+    method = {"method": "token_recycling", "trunk": trunk, "row_cost": 0}
     with engine(method, model=model, dtype="float16", **ARGUMENTS) as llm:
         _, seen = watch(llm, {})
         generate(llm, PROMPTS, ALL_GREEDY)
