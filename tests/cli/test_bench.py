@@ -77,11 +77,12 @@ def test_every_number_of_draft_tokens_is_a_method(monkeypatch):
 
 
 def test_passes_share_the_prompts_out_when_they_are_to_be_fresh():
-    plan = Plan("m", PROMPTS, tuple("abcdefghij"), {}, repeats=2, concurrency=(1, 2))
-    assert {plan.prompts_of(number) for number in range(5)} == {(0, 10)}
-    fresh = replace(plan, fresh_prompts=True)
-    shares = [fresh.prompts_of(number) for number in range(5)]
-    assert shares == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
+    plan = Plan("m", PROMPTS, tuple("abcdefghijkl"), {}, repeats=2, concurrency=(1, 2))
+    assert {plan.prompts_of(number) for number in range(5)} == {(0, 12)}
+    assert plan.deal_prompts() == plan
+    fresh = replace(plan, fresh_prompts=True).deal_prompts()
+    shares = ["".join(fresh.prompts[slice(*fresh.prompts_of(number))]) for number in range(5)]
+    assert shares == ["afk", "bgl", "ch", "di", "ej"]
 
 
 def test_no_more_engines_are_alive_than_asked_for():

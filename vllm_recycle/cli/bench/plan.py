@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,16 @@ class Plan:
         count = len(self.prompts)
         if not self.fresh_prompts:
             return 0, count
-        return count * number // self.num_passes, count * (number + 1) // self.num_passes
+        size, rest = divmod(count, self.num_passes)
+        start, stop = (place * size + min(place, rest) for place in (number, number + 1))
+        return start, stop
+
+    def deal_prompts(self) -> Plan:
+        """The same plan, whose passes have prompts of all parts of the file, if they are fresh."""
+        if not self.fresh_prompts:
+            return self
+        hands = (self.prompts[number :: self.num_passes] for number in range(self.num_passes))
+        return dataclasses.replace(self, prompts=tuple(itertools.chain.from_iterable(hands)))
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -116,4 +126,4 @@ def make_plan(args: argparse.Namespace) -> Plan:
     names = {field.name for field in dataclasses.fields(Plan)}
     values = {name: value for name, value in vars(args).items() if name in names}
     values |= {"prompts": prompts[: args.num_prompts], "engine_args": engine_args}
-    return Plan(**values | {"methods": choose_methods(args)})
+    return Plan(**values | {"methods": choose_methods(args)}).deal_prompts()
