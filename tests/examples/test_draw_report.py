@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples/benchmarks"
         (["cpu-copies.json"], ["rename (4)", "all", "1 in flight", "suffix"]),
         (["cpu-json-schema-compiled.json"], ["requests in flight", "none", "ngram", "suffix"]),
         (
-            ["--levels", "cpu-chat-amx.json", "cpu-chat-amx-16.json"],
+            ["--levels", "cpu-chat-amx.json", "cpu-speedups.json"],
             ["requests in flight", "16", "ngram", "suffix"],
         ),
     ],
