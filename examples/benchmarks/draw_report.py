@@ -39,7 +39,8 @@ def main() -> None:
     quantity = "speedup" if rows[0]["speedup"] is not None else "tokens_per_s"
     has_panels = rows[0]["categories"] and not args.levels
     draw = _draw_categories if has_panels else _draw_levels
-    figure = draw(rows, quantity, "speed-up over plain decoding" if quantity == "speedup" else "tokens/s")
+    labels = {"speedup": "speed-up over plain decoding", "tokens_per_s": "tokens/s"}
+    figure = draw(rows, quantity, labels[quantity])
     figure.suptitle(
         "{model}, {dtype}, {hardware[cores]} cores".format_map(
             reports[0]["conditions"] | {"model": Path(reports[0]["conditions"]["model"]).name}
