@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, save
 
+MAX_JSON_BYTES = 1 << 20
+LENGTH_BYTES = 8  # of a safetensors file, before its header
 PARTIAL_PREFIX = ".vllm_recycle-"
 ABANDONED_AFTER = 3600.0  # seconds in which any writer has written more, or is done
+DTYPES = {"I32": torch.int32, "I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
 
 
 class StateFileError(OSError):
@@ -40,33 +42,35 @@ def check_place(
     """
     description = f"{kind} is {shorten(path)}"
     try:
+        if b"\0" in str(path).encode():
+            raise ValueError(f"{description}, expected a path without NUL")
         target = Path(os.path.realpath(path))
         is_folder = may_be_folder and target.is_dir()
         if is_folder:
             os.scandir(target).close()
         else:
-            _check_file(path, target)
+            _check_file(path, target, description)
         folder = target if is_folder else target.parent
         if not (may_be_read_only and target.exists()):
             with _partial_file(folder):
                 pass
+    except UnicodeEncodeError:
+        raise ValueError(f"{description}, expected a path that UTF-8 can express") from None
     except OSError as error:
         raise ValueError(
             f"{description}, expected one that can be read and written: {error.strerror}"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{description}, {error}") from None
 
 
-def _check_file(path: str | Path, target: Path) -> None:
+def _check_file(path: str | Path, target: Path, description: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(target.stat().st_mode):
-            raise ValueError("expected a file, not a directory, pipe or device")
+            raise ValueError(f"{description}, expected a file, not a directory, pipe or device")
         target.open("rb").close()
     if str(path).endswith(os.sep):
-        raise ValueError("expected a directory that exists, or a file")
+        raise ValueError(f"{description}, expected a directory that exists, or a file")
     if not target.parent.is_dir():
-        raise ValueError("expected a file in a directory that exists")
+        raise ValueError(f"{description}, expected a file in a directory that exists")
 
 
 def is_writable(path: str | Path) -> bool:
@@ -117,11 +121,19 @@ def _remove_abandoned(folder: Path, folder_time: float) -> None:
 
 
 def read_json(path: str | Path, *, kind: str) -> Any:
-    """What a JSON file says; ValueError, of one line, where there is none."""
+    """What a JSON file says; ValueError, of one line, where it is too large, or none."""
     try:
-        return json.loads(Path(path).read_bytes())
-    except (OSError, RecursionError, ValueError) as error:
-        raise ValueError(f"{kind} {path}: cannot be read as JSON: {error}") from error
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        return json.loads(text)
+    except OSError as error:
+        raise ValueError(f"{kind} {path}: cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(f"{kind} {path}: not JSON: nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{kind} {path}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,32 +163,46 @@ class TensorForm:
 
         Raises ValueError: no such file, a torn one, or one of other facts, tensors or shapes.
         """
-        with self._errors_as_values(path), safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            for key, expected in self.facts.items():
-                if metadata.get(key) != str(expected):
-                    value = str(metadata.get(key))[:200]
-                    hint = "; remove it to learn anew" if key == "format" else ""
-                    raise ValueError(
-                        f"{self.kind} {path}: {key} is {value}, expected {expected}{hint}"
-                    )
-            for name, template in self.templates.items():
-                tensor = file.get_tensor(name)  # none of its bytes are read
-                if (tensor.dtype, tensor.shape) != (template.dtype, template.shape):
-                    raise ValueError(
-                        f"{self.kind} {path}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                        f"expected {template.dtype} {list(template.shape)}"
-                    )
+        with self._errors_as_values(path), Path(path).open("rb") as file:
+            header_bytes = file.read(LENGTH_BYTES)
+            header_bytes += file.read(min(int.from_bytes(header_bytes, "little"), MAX_JSON_BYTES))
+            self._check_header(path, header_bytes, os.fstat(file.fileno()).st_size)
 
     def read(self, path: str | Path) -> dict[str, torch.Tensor]:
         """The tensors of a file, on the CPU, if `check` accepts it.
 
-        They are not mapped into memory: where a mount loses a file that another host removes, to
+        The file is not mapped into memory: where a mount loses a file that another host removes, to
         touch its pages would kill the process.
         """
-        self.check(path)
         with self._errors_as_values(path):
-            return load(Path(path).read_bytes())
+            content = Path(path).read_bytes()
+            self._check_header(path, content, len(content))
+            return load(content)
+
+    def _check_header(self, path: str | Path, header_bytes: bytes, num_bytes: int) -> None:
+        """See `check`; `header_bytes` are the file's first, at least its header."""
+        end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
+        try:
+            headers = json.loads(header_bytes[LENGTH_BYTES:end])
+        except ValueError as error:
+            raise RuntimeError(f"its header is not JSON: {error}") from None
+        metadata = headers.pop("__metadata__", {})
+        for key, expected in self.facts.items():
+            if metadata.get(key) != str(expected):
+                value = str(metadata.get(key))[:200]
+                hint = "; remove it to learn anew" if key == "format" else ""
+                raise ValueError(f"{self.kind} {path}: {key} is {value}, expected {expected}{hint}")
+        for name, tensor in self.templates.items():
+            dtype, shape = headers[name]["dtype"], headers[name]["shape"]
+            dtype = DTYPES.get(dtype, dtype)
+            if dtype != tensor.dtype or shape != list(tensor.shape):
+                raise ValueError(
+                    f"{self.kind} {path}: {name} is {dtype} {shape}, expected "
+                    f"{tensor.dtype} {list(tensor.shape)}"
+                )
+        expected_bytes = end + max(header["data_offsets"][1] for header in headers.values())
+        if num_bytes != expected_bytes:
+            raise RuntimeError(f"it has {num_bytes:,} bytes, expected {expected_bytes:,}")
 
     @contextlib.contextmanager
     def _errors_as_values(self, path: str | Path) -> Iterator[None]:
