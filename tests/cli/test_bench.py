@@ -77,12 +77,18 @@ def test_every_number_of_draft_tokens_is_a_method(monkeypatch):
 
 
 def test_passes_share_the_prompts_out_when_they_are_to_be_fresh():
-    plan = Plan("m", PROMPTS, tuple("abcdefghijkl"), {}, repeats=2, concurrency=(1, 2))
-    assert {plan.prompts_of(number) for number in range(5)} == {(0, 12)}
+    # Categories in turn, as many as passes: every n-th prompt is of one category.
+    prompts = tuple(SimpleNamespace(index=index, category="abc"[index % 3]) for index in range(13))
+    plan = Plan("m", PROMPTS, prompts, {}, repeats=2, concurrency=(1,))
+    assert {plan.prompts_of(number) for number in range(3)} == {(0, 13)}
     assert plan.deal_prompts() == plan
     fresh = replace(plan, fresh_prompts=True).deal_prompts()
-    shares = ["".join(fresh.prompts[slice(*fresh.prompts_of(number))]) for number in range(5)]
-    assert shares == ["afk", "bgl", "ch", "di", "ej"]
+    shares = [fresh.prompts[slice(*fresh.prompts_of(number))] for number in range(3)]
+    assert [len(share) for share in shares] == [5, 4, 4]
+    for share in shares:
+        assert {prompt.category for prompt in share} == {"a", "b", "c"}
+        assert list(share) == sorted(share, key=lambda prompt: prompt.index)
+    assert sorted(prompt.index for prompt in fresh.prompts) == [*range(13)]
 
 
 def test_no_more_engines_are_alive_than_asked_for():

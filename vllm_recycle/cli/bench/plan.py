@@ -95,11 +95,14 @@ class Plan:
         return start, stop
 
     def deal_prompts(self) -> Plan:
-        """The same plan, whose passes have prompts of all parts of the file, if they are fresh."""
+        """The same plan; if prompts are fresh, each pass has its share of every category."""
         if not self.fresh_prompts:
             return self
-        hands = (self.prompts[number :: self.num_passes] for number in range(self.num_passes))
-        return dataclasses.replace(self, prompts=tuple(itertools.chain.from_iterable(hands)))
+        places = range(len(self.prompts))
+        ordered = sorted(places, key=lambda place: str(self.prompts[place].category))
+        hands = (sorted(ordered[n :: self.num_passes]) for n in range(self.num_passes))
+        prompts = (self.prompts[place] for place in itertools.chain.from_iterable(hands))
+        return dataclasses.replace(self, prompts=tuple(prompts))
 
 
 def make_plan(args: argparse.Namespace) -> Plan:

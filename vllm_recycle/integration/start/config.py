@@ -126,7 +126,8 @@ def _refuse_flags(engine_args: Any, options: MethodOptions, platform: Platform) 
         if word in model.lower():
             raise ValueError(
                 f"speculative_config: model is {model!r}, which vLLM takes for one of its method "
-                f"{word.strip('-')!r} by its name, expected a path without {word!r}: rename it"
+                f"{word.strip('-')!r} by its name, expected a path without {word!r}: rename it or "
+                "link to it"
             )
     needs = "the method brings its own"
     worker, scheduler = engine_args.worker_cls, engine_args.scheduler_cls
