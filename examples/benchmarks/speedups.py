@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 MODELS = {
     "cpu-speedups": "a small dense model: 135M parameters, 30 layers",
     "cpu-pair-peers": "a deep dense model of 150 layers, with a draft model of 28",
-    "h200-wide-peers": "a wide dense model, of the shape of Llama-3-8B",
+    "h200-wide-peers": "a wide dense model, of the shape of Llama-3-8B; methods that gave a result",
 }
 LOSS = "▼"
 HEAD = f"""\
@@ -28,7 +28,8 @@ and machines differ: `vllm-recycle bench` measures yours.
 
 A cell has the speed-up over plain decoding, and in brackets tokens per step. {LOSS} marks a loss.
 The best method of a column is bold. The last column has the share of outputs that equal those of
-plain decoding. In 16 bits near-ties of two tokens fall either way, with any method."""
+plain decoding. In 16 bits near-ties of two tokens fall either way, with any method. Version 0.1.0
+of vllm_recycle has no copies of a request's own text."""
 
 
 def main() -> None:
@@ -40,14 +41,16 @@ def _section(name: str) -> Iterator[str]:
     report = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     conditions, results = report["conditions"], report["results"]
     hardware, levels = conditions["hardware"], conditions["concurrency"]
+    versions = conditions["versions"]
     passes = conditions["repeats"] * len(levels) + 1
     machine = hardware["device"]
     if machine == "cpu":
         machine = f"{hardware['cpu']}, {hardware['cores']} cores"
     yield f"\n## {Path(conditions['model']).name}: {MODELS[name]}\n"
     yield (
-        f"{machine}, {conditions['dtype']}, vLLM {conditions['versions']['vllm']} "
-        f"(`{name}.json`). Medians of {conditions['repeats']} passes with "
+        f"{machine}, {conditions['dtype']}, vLLM {versions['vllm']}, "
+        f"vllm_recycle {versions['vllm_recycle']} (`{name}.json`). "
+        f"Medians of {conditions['repeats']} passes with "
         f"{conditions['num_prompts'] // passes} prompts each.\n"
     )
     titles = ["method", *(f"{level} in flight" for level in levels), "equal"]

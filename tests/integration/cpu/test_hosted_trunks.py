@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.integration.engines import (
@@ -24,6 +25,7 @@ from tests.integration.engines import (
     watched_chains,
 )
 from tests.integration.models import heads
+from vllm_recycle.core.choose import Chooser, Price
 
 LENGTH = 3
 PROMPTS = read_prompts(4)
@@ -139,10 +141,14 @@ def test_a_trunk_is_no_longer_than_a_draft(plain):
         assert generate(llm, PROMPTS, MIXED) == plain(TARGET)[0][0]
 
 
-def test_where_trees_do_not_go_chains_begin_with_the_trunk(sources):
-    """In float16."""
+def test_where_trees_do_not_go_chains_begin_with_the_trunk(sources, monkeypatch):
+    """In float16; of a head, whose rounds are priced, here as free as rows."""
     model, trunk = sources["eagle"]
-    method = {"method": "token_recycling", "trunk": trunk, "row_cost": 0}
+    always = lambda self, load, rate, *, num_left, **kwargs: num_left > 0  # noqa: E731
+    monkeypatch.setattr(Chooser, "choose_trunks", always)
+    free = lambda self, kind, seconds, load: Price(torch.ones_like(seconds))  # noqa: E731
+    monkeypatch.setattr(Chooser, "price", free)
+    method = {"method": "token_recycling", "trunk": trunk}
     with engine(method, model=model, dtype="float16", **ARGUMENTS) as llm:
         _, seen = watch(llm, {})
         generate(llm, PROMPTS, ALL_GREEDY)

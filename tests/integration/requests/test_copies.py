@@ -19,6 +19,7 @@ from tests.integration.engines import (
     generate,
     runner,
 )
+from tests.integration.models.derived_models import qwen2_audio
 
 # Texts that repeat themselves, so that outputs do.
 PROMPTS = [TEXT, TEXT.split("\n\n", 1)[1]]
@@ -57,6 +58,13 @@ def test_outputs_are_plain_ones_and_copies_are_counted_unless_isolated(served):
     assert 0 < right <= seen
     assert served["isolated"]["counts"] == [0, 0]
     assert served.get("template", {"counts": None})["counts"] is None
+
+
+@pytest.mark.parametrize("language_model_only", [True, False])
+def test_engines_that_read_text_alone_have_copies(language_model_only, tmp_path):
+    model = qwen2_audio(tmp_path / "model", hears=not language_model_only)
+    with engine(GROWN, model=model, language_model_only=language_model_only) as llm:
+        assert (runner(llm).tree_drafter.copies is not None) == language_model_only
 
 
 def main(_: Path) -> dict[str, dict[str, Any]]:

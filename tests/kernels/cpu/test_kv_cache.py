@@ -71,3 +71,9 @@ def test_moved_slots_hold_their_sources_and_all_others_what_they_held(layout, mo
     move_slots(layers, source, target, isa=layout.isa)
     for layer, right in zip(layers, expected, strict=True):
         assert read(layer, all_slots, layout.isa).equal(read(right, all_slots, layout.isa))
+
+
+def test_an_unknown_isa_is_refused():
+    kv_cache = torch.zeros(1, 1, 32, 64)
+    with pytest.raises(ValueError, match=r"got isa 'neon', expected one of \('amx', 'vec'"):
+        move_slots([kv_cache], torch.tensor([0]), torch.tensor([1]), isa="neon")

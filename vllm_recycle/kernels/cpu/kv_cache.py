@@ -48,9 +48,11 @@ def _offsets_in_block(heads: int, block_size: int, dim: int, isa: str) -> torch.
     if isa == "amx":
         keys = (t // 16) * 16 * dim + (d // 2) * 32 + (t % 16) * 2 + d % 2
         values = (d // 16) * 16 * block_size + (t // 2) * 32 + (d % 16) * 2 + t % 2
-    else:
+    elif isa in ISAS:
         keys = d * block_size + t
         values = t * dim + d
+    else:
+        raise ValueError(f"KV cache layout: got isa {isa!r}, expected one of {ISAS}")
     one_head = torch.cat((keys, values + block_size * dim), dim=1)
     head_starts = torch.arange(heads) * (2 * block_size * dim)
     return (one_head[:, None] + head_starts[None, :, None]).flatten(1)

@@ -37,11 +37,11 @@ class PagedLayers:
         One or more, of one shape, layout, dtype and device.
         """
         first = kv_caches[0]
-        assert first.ndim == 4
-        assert first.stride(-1) == 1
+        assert first.ndim == 4, first.shape
+        assert first.stride(-1) == 1, first.stride()
         for kv_cache in kv_caches:
-            assert (kv_cache.shape, kv_cache.stride()) == (first.shape, first.stride())
-            assert (kv_cache.dtype, kv_cache.device) == (first.dtype, first.device)
+            layouts = [(kv.shape, kv.stride(), kv.dtype, kv.device) for kv in (kv_cache, first)]
+            assert layouts[0] == layouts[1], layouts
         distinct = {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}
         pointers = torch.tensor(list(distinct), dtype=torch.int64, device=first.device)
         size = first.element_size()
