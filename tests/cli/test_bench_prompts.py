@@ -21,6 +21,13 @@ def test_only_a_chat_has_more_turns_than_one(tmp_path):
     assert read_prompts(path) == (Prompt(("one",), "sums"), last)
 
 
+def test_a_line_ends_at_a_line_feed_alone(tmp_path):
+    path, text = tmp_path / "prompts.jsonl", "one\u2028two\x85three"
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert read_prompts(path) == (Prompt((text,)), Prompt((text,)))
+
+
 def test_there_are_prompts_with_hints():
     prompts = read_prompts(PROMPTS.with_name("edits.jsonl"))
     assert len(prompts) == 16

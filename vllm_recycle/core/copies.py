@@ -70,7 +70,10 @@ class Copies:
             self.hints[req_state_idx] = torch.tensor(hint, dtype=torch.int32)
 
     def texts(self, idx_mapping: torch.Tensor, ends: Ends) -> list[torch.Tensor]:
-        """Of each request its hint and its text, int32 [n], -1 where there is no token."""
+        """Of each request its hint and its text, int32 [n], -1 where there is no token.
+
+        A request whose last position is -1 gets no draft, and none of its text.
+        """
         texts = []
         for b, (index, last) in enumerate(
             zip(idx_mapping.tolist(), ends.last_positions, strict=True)
@@ -78,7 +81,8 @@ class Copies:
             text = ends.token_ids[b, : last + 1]
             if ends.is_token is not None:
                 text = text.where(ends.is_token[b, : last + 1], NO_TOKEN)
-            texts.append(torch.cat((self.hints.get(index, text[:0]), text)))
+            hint = text[:0] if last < 0 else self.hints.get(index, text[:0])
+            texts.append(torch.cat((hint, text)))
         return texts
 
     def trunks(self, idx_mapping: torch.Tensor, ends: Ends) -> Trunks:

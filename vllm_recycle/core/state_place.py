@@ -9,8 +9,8 @@ have none:
 - A replica replaces its own file. It removes another one only after it has taken that in and
   written the result, if the file is older than its own new one by `stale_after`.
 
-So what was learnt is in some file at any time, whoever ends when. Ages are differences between
-times of files, so no clock but the folder's matters.
+So all that replicas could take in is in some file at any time, whoever ends when. Ages are
+differences between times of files, so no clock but the folder's matters.
 """
 
 from __future__ import annotations

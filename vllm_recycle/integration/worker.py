@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -18,7 +19,12 @@ from vllm_recycle.core.state_file import StateFileError, shorten
 from vllm_recycle.integration.drafter import Drafter
 from vllm_recycle.integration.options import settings_of
 from vllm_recycle.integration.options.base import HOSTED_TRUNK
-from vllm_recycle.integration.requests.parameters import check_owner, digest, to_token_ids
+from vllm_recycle.integration.requests.parameters import (
+    MAX_CACHE_SALT,
+    check_owner,
+    digest,
+    to_token_ids,
+)
 from vllm_recycle.integration.start.attention_override import override_backend
 from vllm_recycle.integration.state.saved_state import StateSaver
 
@@ -88,7 +94,7 @@ class TreeWorker(Worker):
         start_report = self.model_runner.price_rows()  # what it took, and what rows cost if timed
         # Warm-up steps are steps like others: what they taught the proposer is nonsense.
         self.tree_drafter.reset()
-        if self.rank == 0:
+        if get_tp_group().rank_in_group == 0:
             self.saver = self.tree_drafter.make_saver()
             logger.info(self.tree_drafter.describe())
             if start_report is not None:
@@ -182,7 +188,7 @@ class TreeWorker(Worker):
         if not isinstance(owners, list):
             raise ValueError(f"forget: got {shorten(owners)}, expected a list of owners")
         for name in owners:
-            check_owner(name)
+            check_owner(name, MAX_CACHE_SALT)
         digests = {digest(name) for name in owners if isinstance(name, str)}
         with self._changing_state():
             return self.tree_drafter.forget({*owners, *digests})

@@ -86,6 +86,14 @@ class TestRewrite:
         assert spec[TABLE] == ([(1, 2, 30), (3, 1 << 20, 0)] if method is PUBLISHED else expected)
         assert made.additional_config["vllm_recycle"]["chooses_sizes"] is chooses
 
+    @pytest.mark.parametrize(("ranks", "chooses"), [(1, True), (2, False)])
+    def test_sizes_go_by_no_clock_where_each_rank_has_a_scheduler(self, ranks, chooses):
+        launcher = {"distributed_executor_backend": "external_launcher"}
+        made = make(TOKEN_RECYCLING, tensor_parallel_size=ranks, **launcher)
+        assert made.additional_config["vllm_recycle"]["chooses_sizes"] is chooses
+        made = make(TOKEN_RECYCLING, tensor_parallel_size=ranks)
+        assert made.additional_config["vllm_recycle"]["chooses_sizes"] is True
+
     @pytest.mark.parametrize(
         "method", [TOKEN_RECYCLING | {"trunk": HEAD}, ALONG_A_TRUNK, PUBLISHED]
     )

@@ -32,7 +32,12 @@ from tests.integration.models.random_models import gemma4
 pytestmark = pytest.mark.slow
 
 SHORT = {"max_tokens": 8}
-BATCH = [((0, 36), GREEDY | SHORT), ((3, 20), SEEDED | SHORT)]
+DIGITS = {"structured_outputs": {"regex": "[0-9]{3,9}"}}
+BATCH = [
+    ((0, 36), GREEDY | SHORT),
+    ((3, 20), SEEDED | SHORT),
+    ((0, 30), GREEDY | SHORT | DIGITS),
+]
 GARBAGE = 0x3F  # as any byte: a small number, or an integer that is no place of anything
 
 

@@ -37,10 +37,11 @@ IN_ONE_STEP = LLM_ARGUMENTS | {"max_num_batched_tokens": 256}
 WITHOUT_PREFIXES = LLM_ARGUMENTS | {"enable_prefix_caching": False}
 # Trees at any price.
 METHOD = with_sizes(GROWN, [(1, 4, 8)]) if IS_V2 else {**FREE_ROWS, "max_nodes": 8}
+SALT = "salt" * 100  # a salt may be longer than an owner's name
 # Who asks, an owner or a cache salt or both; those with salts first.
 WITH_SALT = {
-    "salt": {"salt": "salt"},
-    "salt again": {"salt": "salt"},
+    "salt": {"salt": SALT},
+    "salt again": {"salt": SALT},
     "other salt": {"salt": "other salt"},
     "acme with salt": {"owner": "acme", "salt": "salt"},
     "acme with salt again": {"owner": "acme", "salt": "salt"},
@@ -141,7 +142,7 @@ def serve_owners(llm: Any, plain: list[list[int]]) -> dict[str, Any]:
     found["after that"] = serve(llm, plain, owner="acme", salt="salt")
     found["refused owners"] = [refusal(llm, "forget", owners) for owners in ("acme", [1.5])]
     drafter.reset()
-    forget(llm, ["salt", "other salt", "acme"])
+    forget(llm, [SALT, "other salt", "acme"])
     for owner in (None, "acme"):
         serve(llm, plain, owner=owner)
     kinds = ("salt", "salt again", "acme with salt")

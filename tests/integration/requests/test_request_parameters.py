@@ -101,6 +101,34 @@ def test_token_ids_reach_the_engine(hints, method):
     assert found == {"hint": expected, "prediction": None, "others": 5}
 
 
+def test_tokens_of_a_hint_that_the_model_does_not_have_are_holes(monkeypatch):
+    ids = ids_of("Tom has 3 apples.")
+    vocab_size = sorted(ids)[-1]  # the largest is not in it
+    holes = [-1 if token == vocab_size else token for token in ids]
+    config = processor_of("sequence").model_config
+    monkeypatch.setattr(type(config), "get_vocab_size", lambda _: vocab_size)
+    request = processed("sequence", {"hint": "Tom has 3 apples."})
+    assert request.sampling_params.extra_args["hint"] == [holes]
+
+
+def test_a_text_is_tokenized_in_pieces_up_to_a_limit(monkeypatch):
+    text, lengths = "one two three four five six " * 4, []
+    tokenizer = processor_of("sequence").tokenizer
+
+    class Watched:
+        def encode(self, piece: str, **given: Any) -> list[int]:
+            lengths.append(len(piece))
+            return tokenizer.encode(piece, **given)
+
+    monkeypatch.setattr(requests, "PIECE", 28)
+    whole = requests.to_token_ids(text, "hint", Watched(), 4096)
+    assert tokenizer.decode(whole) == text
+    assert lengths == [28] * 4
+    part = requests.to_token_ids(text, "hint", Watched(), 4096, limit=len(whole) // 2 - 1)
+    assert part == whole[: len(part)]
+    assert lengths[4:] == [28] * 2
+
+
 def test_a_prediction_of_openai_is_a_hint():
     text = "Tom has 3 apples."
     parts = [{"type": "text", "text": part} for part in (text[:7], text[7:])]

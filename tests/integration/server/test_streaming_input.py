@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
@@ -69,18 +69,34 @@ def greedy(max_tokens: int) -> SamplingParams:
     )
 
 
-def chunk(prompt: Any, max_tokens: int, **given: Any) -> StreamingInput:
+def seeded(max_tokens: int) -> SamplingParams:
+    """Sampling that ends a turn at one token of eight, or where it repeats itself."""
+    params = greedy(max_tokens)
+    params.temperature, params.seed = 0.6, 1
+    params.stop_token_ids = [*range(0, 4096, 8)]
+    params.repetition_detection = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
+    return params
+
+
+def chunk(
+    prompt: Any, max_tokens: int, params: Callable[[int], SamplingParams] = greedy, **given: Any
+) -> StreamingInput:
     ids = {"prompt_token_ids": [*prompt], **given}
-    return StreamingInput(prompt=ids, sampling_params=greedy(max_tokens))
+    return StreamingInput(prompt=ids, sampling_params=params(max_tokens))
 
 
-async def answer(engine: AsyncLLM, name: str, chunks: AsyncIterator[StreamingInput]) -> list[int]:
+async def answer(
+    engine: AsyncLLM,
+    name: str,
+    chunks: AsyncIterator[StreamingInput],
+    params: Callable[[int], SamplingParams] = greedy,
+) -> list[int]:
     """All token ids of a session."""
-    results = engine.generate(chunks, greedy(16), request_id=name)
+    results = engine.generate(chunks, params(16), request_id=name)
     return [token async for result in results for token in result.outputs[0].token_ids]
 
 
-async def stream(engine: AsyncLLM) -> list[list[int]]:
+async def stream(engine: AsyncLLM, params: Callable[[int], SamplingParams]) -> list[list[int]]:
     """Token ids of what follows the chunks of each text."""
     # Short outputs of several lengths end within accepted paths, and behind them.
     lengths = [3, 5, 8, 13]
@@ -88,28 +104,33 @@ async def stream(engine: AsyncLLM) -> list[list[int]]:
 
     async def chunks(token_ids: list[int]) -> AsyncIterator[StreamingInput]:
         for index, start in enumerate(range(0, len(token_ids), CHUNK)):
-            yield chunk(token_ids[start : start + CHUNK], lengths[index % len(lengths)])
+            yield chunk(token_ids[start : start + CHUNK], lengths[index % len(lengths)], params)
 
     texts = map(tokenizer.encode, read_prompts(6))
     return await asyncio.gather(
-        *(answer(engine, str(i), chunks(token_ids)) for i, token_ids in enumerate(texts))
+        *(answer(engine, str(i), chunks(token_ids), params) for i, token_ids in enumerate(texts))
     )
 
 
 @cache
 def expected() -> list[list[int]]:
-    return run(stream, None, max_num_seqs=4)
+    return run(stream, None, greedy, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("method", [PRICED, SMALL_OUROBOROS])
 def test_what_follows_each_chunk_is_the_same(method):
     plain = expected()
-    assert run(stream, method, max_num_seqs=4) == plain
+    assert run(stream, method, greedy, max_num_seqs=4) == plain
     # Those of the last engine, whose start unregisters what was there.
     name = "vllm:spec_decode_num_accepted_tokens"
     accepted = sum(metric.value for metric in get_metrics_snapshot() if metric.name == name)
     # With vLLM 0.30 it is 20.
     assert accepted > (30 if FEATURES.cpu_runs_heads else 15)
+
+
+def test_a_turn_that_ends_within_a_path_leaves_the_seed_where_it_was():
+    plain = run(stream, None, seeded, max_num_seqs=4)
+    assert run(stream, {**PRICED, "row_cost": 0}, seeded, max_num_seqs=4) == plain
 
 
 async def table_fill(engine: AsyncLLM, salts: list[dict[str, str]]) -> list[float]:

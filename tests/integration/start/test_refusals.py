@@ -136,6 +136,7 @@ REFUSED_BY_CONFIG = {
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"kv_offloading_size": 1.0}, "--kv-transfer-config or --kv-offloading-size"),
         ({"hf_overrides": {"rswa_window": 64}}, "a model with reference sliding-window attention"),
+        ({"hf_overrides": {"block_configs": [{}]}}, "a model whose layers differ in KV heads"),
         ({"hf_overrides": {"attn_logit_softcapping": 30.0}}, "a model with a logits soft cap"),
         ({"dtype": "float16"}, "a model with float16 on a CPU"),
         ({"hf_overrides": {"head_dim": 40}},

@@ -56,6 +56,9 @@ def test_copies_equal_the_reference(seed, kinds, has_holes, has_hints, counts, m
         ]
         assert trunks[0].token_ids.equal(trunks[1].token_ids)
         assert trunks[0].chances.equal(trunks[1].chances)
+        gets_none = torch.tensor(last_positions) < 0  # not from its hint either
+        assert (trunks[0].token_ids[gets_none] == -1).all()
+        assert (states[0].places[idx_mapping[gets_none]] == -1).all()
         follows = torch.full((BATCH, 7), -1)
         for b, last in enumerate(last_positions):
             size = int(torch.randint(1, 8, ())) if 0 <= last < width - 8 else 0

@@ -97,8 +97,10 @@ def run(args: argparse.Namespace) -> int:
     from vllm_recycle.cli.bench.table import format_table
 
     report = make_report(plan, measure(plan))
-    if plan.json_path:
-        plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
-    print(format_table(report))
-    print(json.dumps(report))
+    try:
+        if plan.json_path:
+            plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
+    finally:  # what took hours to measure is not lost with a full disk
+        print(format_table(report))
+        print(json.dumps(report))
     return 0

@@ -14,6 +14,7 @@ from vllm_recycle.cli import UsageError
 from vllm_recycle.cli.bench.arguments import check_model, check_vocabularies, json_object
 from vllm_recycle.cli.bench.methods import HINTS, SpeculativeConfig, choose_methods
 from vllm_recycle.cli.bench.prompts import Prompt, has_chat_template, read_prompts
+from vllm_recycle.core.state_file import check_place
 
 NO_CONDITIONS = {"prompts", "prompts_path", "by_category", "json_path"}
 
@@ -123,9 +124,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
             f"--num-prompts is {args.num_prompts}, but {args.prompts_path} has {len(prompts)} "
             "prompts"
         )
-    path = args.json_path
-    if path and not path.resolve().parent.is_dir():
-        raise UsageError(f"{path} cannot be written: no directory {path.resolve().parent}")
+    if args.json_path is not None:
+        try:
+            check_place(args.json_path, kind="--json")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     names = {field.name for field in dataclasses.fields(Plan)}
     values = {name: value for name, value in vars(args).items() if name in names}
     values |= {"prompts": prompts[: args.num_prompts], "engine_args": engine_args}

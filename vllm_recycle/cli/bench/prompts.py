@@ -34,7 +34,7 @@ def read_prompts(path: Path, *, chat: bool = False) -> tuple[Prompt, ...]:
     Turns behind the first are for `chat` alone. Raises UsageError naming a line that is no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {path} cannot be read: {error}") from error
     prompts = tuple(

@@ -254,10 +254,7 @@ class TreeCPUModelRunner(AcceptedSteps):
                 sampler=self.sampler,
                 sampling_metadata=sampling_metadata,
                 discarded=self.discard_request_mask.np[: self.input_batch.num_reqs],
-                output_token_ids=[
-                    self.requests[request_id].output_token_ids
-                    for request_id in self.input_batch.req_ids
-                ],
+                requests=[self.requests[name] for name in self.input_batch.req_ids],
             )
         self.tree_drafter.accept(self.idx_mapping, step, result, self.roots)
         self._compact_kv_cache(result.path)

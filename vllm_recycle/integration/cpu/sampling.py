@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import (
     LogitBiasLogitsProcessor,
@@ -57,7 +58,7 @@ def walk_by_depth(
     sampler: Callable[..., Any],
     sampling_metadata: SamplingMetadata,
     discarded: np.ndarray,
-    output_token_ids: Sequence[list[int]],
+    requests: Sequence[Any],
 ) -> tuple[WalkResult, LogprobsTensors | None]:
     """Sample the visited row of every request, go down where a child agrees, and again.
 
@@ -67,8 +68,9 @@ def walk_by_depth(
         sampler: vLLM's.
         sampling_metadata: of the batch.
         discarded: bool [batch], requests in the middle of their prompt: nothing is drawn.
-        output_token_ids: of each request, the live lists that penalties and bad words read;
-            they carry the path during the walk and are as before when it returns.
+        requests: vLLM's states of the batch's requests. Their live lists of output tokens, which
+            penalties and bad words read, carry the path during the walk and are as before when it
+            returns.
 
     Returns:
         The walk, and the logprobs of [batch * path] rows where they were asked for.
@@ -76,6 +78,7 @@ def walk_by_depth(
     """
     reached = torch.zeros(len(discarded), step.trees.num_nodes + 1, dtype=torch.bool)
     reached[:, 0] = torch.from_numpy(~discarded)
+    output_token_ids = [request.output_token_ids for request in requests]
     lengths = [len(token_ids) for token_ids in output_token_ids]
     path, tokens, logprobs = [], [], []
     try:
@@ -94,6 +97,8 @@ def walk_by_depth(
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
             reached = step_down(reached, sampled, step.drafts, trees=step.trees)
+            for i in drawing:  # a session draws on behind its next chunk, and none behind an end
+                reached[i] &= not _ends(requests[i], int(sampled[i]))
             if not reached.any():
                 break
             for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):
@@ -108,6 +113,18 @@ def walk_by_depth(
     num_visited = (visited >= 0).sum(dim=1, dtype=torch.int32)
     result = WalkResult(visited, torch.stack(tokens, dim=1), num_visited)
     return result, None if logprobs[0] is None else _stacked(logprobs)
+
+
+def _ends(request: Any, token: int) -> bool:
+    """Whether an output ends with a token, by vLLM's `check_stop`; it has a limit on depths."""
+    params = request.sampling_params
+    if token == params.eos_token_id or token in (params.stop_token_ids or ()):
+        return True
+    if params.repetition_detection is None:
+        return False
+    token_ids = [*request.output_token_ids, token]
+    is_long = len(token_ids) >= params.min_tokens
+    return is_long and check_sequence_repetition(token_ids, params.repetition_detection)
 
 
 def _stacked(logprobs: Sequence[LogprobsTensors]) -> LogprobsTensors:

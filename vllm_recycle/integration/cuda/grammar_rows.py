@@ -29,7 +29,6 @@ class GrammarRows:
         worker.mask_stride = 1
         worker.grammar_bitmask = worker.grammar_bitmask[:num_rows].clone()
         self.starts_np = np.arange(num_rows + 1)
-        self.starts = torch.arange(num_rows + 1, dtype=torch.int32, device=worker.device)
 
     def mask(self, logits: torch.Tensor, input_batch: Any, output: Any) -> None:
         """Forbid, in logits [rows, vocab], what vLLM's `GrammarOutput` does."""
@@ -37,7 +36,8 @@ class GrammarRows:
         num_rows = len(logits)
         batch = SimpleNamespace(
             req_ids=range(num_rows),
-            cu_num_logits=self.starts[: num_rows + 1],
+            # Made anew: what is made with the weights is lost in a deep sleep.
+            cu_num_logits=torch.arange(num_rows + 1, dtype=torch.int32, device=logits.device),
             # The next two for vLLM 0.32.
             cu_num_logits_np=self.starts_np[: num_rows + 1],
             num_draft_tokens_per_req=None,

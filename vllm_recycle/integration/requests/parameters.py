@@ -27,6 +27,8 @@ HINT = "hint"
 OWNER = "owner"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 MAX_NAME, MAX_HINTS = 256, 64
+MAX_CACHE_SALT = 1024  # characters that vLLM's server takes
+PIECE = 1 << 16  # characters that are tokenized at a time
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
 
@@ -137,9 +139,9 @@ def _check_owner_with(options: MethodOptions, name: Any, cache_salt: str | None)
         raise _BadInputError("cache_salt", cache_salt, f"none: {reason}")
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: Any, longest: int = MAX_NAME) -> bool:
     if isinstance(name, str):
-        return 0 < len(name) <= MAX_NAME and _is_utf8(name)
+        return 0 < len(name) <= longest and _is_utf8(name)
     return type(name) is int and abs(name) < 1 << 63
 
 
@@ -148,10 +150,10 @@ def _is_utf8(text: str) -> bool:
     return SURROGATE.search(text) is None
 
 
-def check_owner(name: Any) -> None:
-    """Raise ValueError for what is no name of an owner."""
-    if not _is_name(name):
-        expected = f"an integer of 64 bits, or a text of 1 to {MAX_NAME} characters in UTF-8"
+def check_owner(name: Any, longest: int = MAX_NAME) -> None:
+    """Raise ValueError for what is no name of an owner; a text may have `longest` characters."""
+    if not _is_name(name, longest):
+        expected = f"an integer of 64 bits, or a text of 1 to {longest} characters in UTF-8"
         raise _BadInputError(OWNER, name, expected)
 
 
@@ -193,12 +195,19 @@ def to_token_ids(
 ) -> list[int]:
     """The token ids of a text, or those that were given in its place.
 
-    Of a text of more than `limit` tokens it need not be all. Raises ValueError with the `name`
-    of what was given.
+    A token of a text that is none of the model's, such as one for images, becomes -1. Of a text of
+    more than `limit` tokens it need not be all. Raises ValueError with the `name` of what was
+    given.
     """
     if isinstance(value, str) and tokenizer is not None and _is_utf8(value):
-        longest = None if limit is None else limit * tokenizer.max_chars_per_token + 1
-        return tokenizer.encode(value[:longest], add_special_tokens=False)
+        token_ids: list[int] = []
+        # In pieces, since a server waits for this: a text that is too long must not take long.
+        for start in range(0, len(value), PIECE):
+            piece = tokenizer.encode(value[start : start + PIECE], add_special_tokens=False)
+            token_ids += (token if token < vocab_size else NO_TOKEN for token in piece)
+            if limit is not None and len(token_ids) > limit:
+                break
+        return token_ids
     is_list = isinstance(value, list) and all(type(token_id) is int for token_id in value)
     if is_list and all(0 <= token_id < vocab_size for token_id in value):
         return value

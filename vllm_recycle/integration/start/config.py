@@ -88,9 +88,12 @@ def rewrite(engine_args: Any) -> Any | None:
         return rewritten
     rewritten.worker_cls = platform.worker
     # A table or a price of the user's wins over what is chosen step by step, which goes by the
-    # worth of the drafts of all requests.
+    # worth of the drafts of all requests. Ranks of an external launcher have schedulers of their
+    # own, which must agree, and clocks, which do not.
     is_measured = options.row_cost is None and not options.isolates
     is_measured &= options.has_trees  # chains have vLLM's graphs, of the sizes of its table
+    launcher = engine_args.distributed_executor_backend == "external_launcher"
+    is_measured &= not (launcher and engine_args.tensor_parallel_size > 1)
     chooses_sizes = is_measured and platform.on_v2 and not user_table
     settings = Settings(options=options, chooses_sizes=chooses_sizes, table=table)
     rewritten.additional_config = settings.put(engine_args.additional_config or {})

@@ -198,7 +198,9 @@ def has_sinks(config: Any) -> bool:
 def _attention_of(name: str, model: Any) -> dict[str, bool]:
     """The kinds of attention that trees were not built for, and whether a model has them."""
     soft_cap = getattr(model.hf_text_config, "attn_logit_softcapping", None)
+    differ = getattr(model.hf_text_config, "block_configs", None)  # of Nemotron-NAS
     return {
+        f"a {name} whose layers differ in KV heads": bool(differ),
         f"a {name} with reference sliding-window attention": model.rswa_window is not None,
         f"a {name} with chunked attention": model.attention_chunk_size is not None,
         f"a {name} with a logits soft cap": bool(soft_cap),

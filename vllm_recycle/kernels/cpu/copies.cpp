@@ -36,7 +36,8 @@ struct Text {
   Text(const Copies& copies, int64_t b)
       : hint(copies.hints[b]), token_ids(copies.token_ids + b * copies.stride),
         is_token(copies.is_token ? copies.is_token + b * copies.stride : nullptr),
-        hint_length(copies.hint_lengths[b]), length(hint_length + copies.last_positions[b] + 1) {}
+        hint_length(copies.last_positions[b] < 0 ? 0 : copies.hint_lengths[b]),
+        length(hint_length + copies.last_positions[b] + 1) {}
 
   int64_t operator[](int64_t place) const {
     if (place < hint_length) return hint[place];
