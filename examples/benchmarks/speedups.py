@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 # The class of a model, by the report.
 MODELS = {
     "cpu-speedups": "a small dense model: 135M parameters, 30 layers",
-    "cpu-pair-peers": "a deep dense model of 150 layers, with a draft model of 28",
+    "cpu-speedups-pair": "a deep dense model of 150 layers, with a draft model of 28",
     "h200-wide-peers": "a wide dense model, of the shape of Llama-3-8B; methods that gave a result",
 }
 LOSS = "▼"

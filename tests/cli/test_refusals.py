@@ -37,7 +37,7 @@ def refused(capsys):
         (["--methods=none", "--num-prompts=9999"], "--num-prompts is 9999, but"),
         (["--methods=none", "--dtype=float8"], "float8"),
         (["--methods=none", "--engine-args=[]"], "--engine-args: expected a JSON object, got []"),
-        (["--methods=none", "--json=/nowhere/x.json"], "--json is '/nowhere/x.json', expected a file in"),
+        (["--methods=none", "--json=/nowhere/x.json"], "--json is '/nowhere/x.json', expected"),
         (["--methods=none", "--json="], "--json is '.', expected a file, not a directory"),
         (["--methods=none", "--speculative-config=x={}"], "x is not among --methods none"),
         (["--methods=x", "--speculative-config=x={"], "--speculative-config x: not JSON"),

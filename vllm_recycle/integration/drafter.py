@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.logger import init_logger
 
 from vllm_recycle.core.req_states import NewRequest
@@ -105,7 +105,11 @@ class Drafter(ABC):
 
     @cached_property
     def _state_place(self) -> StatePlace:
-        index = self.vllm_config.parallel_config.data_parallel_index
+        parallel = self.vllm_config.parallel_config
+        index = parallel.data_parallel_index
+        if parallel.distributed_executor_backend == "external_launcher":
+            # Its engines may be alone, each in a process of one job.
+            index = get_world_group().rank // parallel.tensor_parallel_size
         return self._make_place(data_parallel_index=index)
 
     def _make_place(self, *, data_parallel_index: int) -> StatePlace:

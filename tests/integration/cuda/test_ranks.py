@@ -25,6 +25,7 @@ from tests.integration.cuda.v2_engines import GREEDY, LLM_ARGUMENTS, SEEDED, tok
 from tests.integration.cuda.v2_scripts import ROOT, command_of
 from tests.integration.engines import TARGET, TOKEN_RECYCLING, core, counter, engine, runner
 from tests.integration.models.derived_models import mixtral
+from vllm_recycle.integration.state.saved_state import rank_file
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +122,8 @@ def test_ranks_know_the_same_of_their_share_of_the_heads(ranks, method):
 
 def test_the_first_rank_alone_writes_the_state_file(ranks):
     assert [rank["has a file"] for rank in ranks] == [True, False]
+    # Each engine of a launcher has a first rank.
+    assert [rank["engine has a file"] for rank in ranks] == [True, True]
 
 
 def test_ranks_of_one_engine_verify_trees_and_engines_that_keep_step_chains(ranks):
@@ -167,6 +170,8 @@ def main(state_file: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     experts = {"model": mixtral(state_file.with_suffix(""))}
     kept = LAYOUTS["heads"][1]["token_recycling"] | {"matrix_file": str(state_file)}
+    file = state_file.with_name("engines.safetensors")  # of both
+    of_engines = {"matrix_file": str(file)}
     for layout, (arguments, methods) in LAYOUTS.items():
         arguments = experts | arguments
         batches = [BATCH] if layout == "heads" else [BATCH, BATCH]
@@ -174,8 +179,10 @@ def main(state_file: Path) -> dict[str, Any]:
             batches = [SHORT, SHORT]
         result[layout] = {"plain": serve(None, *batches, **arguments)}
         for name, method in methods.items():
-            given = kept if name == "token_recycling" else method
+            given = {"token_recycling": kept, "chains": method | of_engines}.get(name, method)
             result[layout][name] = serve(given, *batches, **arguments)
         if layout == "heads":
             result[layout]["started again"] = serve(kept, **arguments)
-    return result | {"has a file": state_file.exists()}
+    own_file = rank_file(str(file), int(os.environ["RANK"]))
+    files = {"has a file": state_file.exists(), "engine has a file": Path(own_file).exists()}
+    return result | files

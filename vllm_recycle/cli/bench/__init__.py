@@ -16,9 +16,11 @@ import argparse
 import json
 from pathlib import Path
 
+from vllm_recycle.cli import RunError
 from vllm_recycle.cli.bench import methods
 from vllm_recycle.cli.bench.arguments import add_workload, numbers, positive, temperature
 from vllm_recycle.cli.bench.plan import make_plan
+from vllm_recycle.core.state_file import StateFileError, write_file
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -99,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
     report = make_report(plan, measure(plan))
     try:
         if plan.json_path:
-            plan.json_path.write_text(json.dumps(report, indent=1) + "\n")
+            text = json.dumps(report, indent=1) + "\n"
+            write_file(plan.json_path, text.encode(), kind="--json")
+    except StateFileError as error:
+        raise RunError(str(error)) from None
     finally:  # what took hours to measure is not lost with a full disk
         print(format_table(report))
         print(json.dumps(report))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.utils import check_sequence_repetition
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import (
     LogitBiasLogitsProcessor,
@@ -116,15 +117,17 @@ def walk_by_depth(
 
 
 def _ends(request: Any, token: int) -> bool:
-    """Whether an output ends with a token, by vLLM's `check_stop`; it has a limit on depths."""
-    params = request.sampling_params
-    if token == params.eos_token_id or token in (params.stop_token_ids or ()):
-        return True
-    if params.repetition_detection is None:
-        return False
+    """Whether vLLM's scheduler ends an output with a token."""
     token_ids = [*request.output_token_ids, token]
-    is_long = len(token_ids) >= params.min_tokens
-    return is_long and check_sequence_repetition(token_ids, params.repetition_detection)
+    output = SimpleNamespace(
+        sampling_params=request.sampling_params,
+        pooling_params=None,
+        output_token_ids=token_ids,
+        num_output_tokens=len(token_ids),
+        max_tokens=request.sampling_params.max_tokens,
+        num_tokens=0,  # no session goes on behind the longest text
+    )
+    return check_stop(output, max_model_len=1)
 
 
 def _stacked(logprobs: Sequence[LogprobsTensors]) -> LogprobsTensors:

@@ -27,7 +27,6 @@ HINT = "hint"
 OWNER = "owner"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
 MAX_NAME, MAX_HINTS = 256, 64
-MAX_CACHE_SALT = 1024  # characters that vLLM's server takes
 PIECE = 1 << 16  # characters that are tokenized at a time
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 IS_OURS = "is_of_vllm_recycle"  # an attribute of vLLM's speculative configuration
@@ -139,9 +138,9 @@ def _check_owner_with(options: MethodOptions, name: Any, cache_salt: str | None)
         raise _BadInputError("cache_salt", cache_salt, f"none: {reason}")
 
 
-def _is_name(name: Any, longest: int = MAX_NAME) -> bool:
+def _is_name(name: Any) -> bool:
     if isinstance(name, str):
-        return 0 < len(name) <= longest and _is_utf8(name)
+        return 0 < len(name) <= MAX_NAME and _is_utf8(name)
     return type(name) is int and abs(name) < 1 << 63
 
 
@@ -150,10 +149,10 @@ def _is_utf8(text: str) -> bool:
     return SURROGATE.search(text) is None
 
 
-def check_owner(name: Any, longest: int = MAX_NAME) -> None:
-    """Raise ValueError for what is no name of an owner; a text may have `longest` characters."""
-    if not _is_name(name, longest):
-        expected = f"an integer of 64 bits, or a text of 1 to {longest} characters in UTF-8"
+def check_owner(name: Any) -> None:
+    """Raise ValueError for what is no name of an owner."""
+    if not _is_name(name):
+        expected = f"an integer of 64 bits, or a text of 1 to {MAX_NAME} characters in UTF-8"
         raise _BadInputError(OWNER, name, expected)
 
 

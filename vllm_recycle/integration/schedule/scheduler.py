@@ -201,13 +201,21 @@ class TreeScheduler(Scheduler):
         cannot come back from a branch; nor where a stream may go on behind a stop, which recurrent
         states cannot go back to.
         """
-        if request.resumable and self.has_mamba_layers:
+        if request.resumable and (self.has_mamba_layers or self._is_limited(request)):
             return False
         if request.use_structured_output and not (
             self.masks.is_constrained(request) and self.masks.comes_back(request)
         ):
             return False
         return may_speculate(request.sampling_params)
+
+    def _is_limited(self, request: Any) -> bool:
+        """Whether a seeded turn ends by another limit than its own. Remove with vLLM 0.30.
+
+        There it ends by the limit of the first turn, which the worker does not know.
+        """
+        params = request.sampling_params
+        return params.seed is not None and request.max_tokens < params.max_tokens
 
     def max_nodes(self, request: Any) -> int | None:
         """The most nodes of the draft of a request that are verified; None for any number."""
