@@ -79,6 +79,24 @@ def test_a_prompt_that_is_not_worth_it_leaves_the_others_their_round():
     ]
 
 
+def test_prompts_that_cannot_all_be_read_leave_the_others_their_round():
+    assert choose(make_chooser(), 0.5, [MUCH, MUCH], [STAKE + 1, 0.0]) == [False, True]
+    # As many as the account affords, of equal ones the first.
+    num_read = int((STAKE * (1.0 + 0.02 * 7) - ROUND) / 1.5)
+    chosen = [True] * num_read + [False] * (8 - num_read)
+    assert choose(make_chooser(), 0.5, [MUCH] * 8, [1.5] * 8) == chosen
+
+
+def test_what_rounds_gave_holds_for_other_numbers_of_requests():
+    # Four and eight requests are counted together.
+    chooser = make_chooser()
+    give(chooser, 4, 4.0, 5.0, steps=60)
+    assert choose(chooser, 7.5, [MUCH] * 8) == [True] * 8
+    chooser = make_chooser()
+    give(chooser, 8, 8.0, 6.0, steps=60)
+    assert choose(chooser, 4.0, [MUCH] * 4) == [False] * 4
+
+
 def test_no_round_takes_more_than_the_account_affords():
     chooser = make_chooser()
     assert choose(chooser, 0.01, [MUCH], [STAKE - ROUND - 0.01]) == [True]

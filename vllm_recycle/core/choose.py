@@ -152,7 +152,7 @@ class Chooser:
         self.explorer = Explorer(curve.kinds, self.account)
         self.trusts = {kind: Trust() for kind in curve.kinds}
         self.best = (curve.kinds[0], 1)
-        # By cell: expected tokens a second of steps along trunks.
+        # By cell: expected tokens per request that steps along trunks give in a plain step's time.
         self._trunk_rates: dict[Hashable, Mean] = {}
         self._slowdown = 1.0  # the last step with drafts, in parts of its expected seconds
 
@@ -190,6 +190,8 @@ class Chooser:
     ) -> np.ndarray:
         """For which requests of a step a draft model drafts a trunk, bool [batch].
 
+        Where the account does not afford all, those with the most to read are left out.
+
         Args:
             load: of the step.
             rate: expected tokens a second of the step without trunks.
@@ -202,19 +204,26 @@ class Chooser:
         gain = num_left * (1 / rate - 1 / self.trunk_rate(load, rate))
         chosen = (num_left > 0) & (is_look | (gain > reading))
         [seconds] = self.curve.at(TRUNKS, load, (load.requests,))
-        is_affordable = seconds + float(reading[chosen].sum()) <= self.most_seconds(load)
-        return chosen if is_affordable else np.zeros_like(chosen)
+        order = np.argsort(reading, kind="stable")
+        costs = seconds + np.cumsum((reading * chosen)[order])
+        chosen[order[costs > self.most_seconds(load)]] = False
+        return chosen
 
     def trunk_rate(self, load: Load, rate: float) -> float:
         """Expected tokens a second of a step along trunks, by that of the step without."""
-        first_rate = Mean(FIRST_GAIN * rate, FIRST_STEPS)
-        return self._trunk_rates.get(self.curve.cell(load), first_rate).value
+        scale = self.curve.plain(load) / load.requests
+        return self._mean_trunk_rate(load, rate * scale).value / scale
 
     def record_trunks(self, load: Load, rate: float, trunk_rate: float) -> None:
         """Take in tokens a second that a step promised along trunks, and what it did without."""
-        cell = self.curve.cell(load)
-        mean = self._trunk_rates.get(cell, Mean(FIRST_GAIN * rate, FIRST_STEPS))
-        self._trunk_rates[cell] = mean.with_sample(trunk_rate)
+        scale = self.curve.plain(load) / load.requests
+        mean = self._mean_trunk_rate(load, rate * scale)
+        self._trunk_rates[self.curve.cell(load)] = mean.with_sample(trunk_rate * scale)
+
+    def _mean_trunk_rate(self, load: Load, rate: float) -> Mean:
+        """That of a cell, or what it begins with; `rate` without trunks is on the same scale."""
+        first_rate = Mean(FIRST_GAIN * rate, FIRST_STEPS)
+        return self._trunk_rates.get(self.curve.cell(load), first_rate)
 
     def choose_size(
         self,
