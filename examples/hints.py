@@ -33,7 +33,7 @@ def main() -> None:
         dtype="float32",  # so that outputs are equal to the last token
         speculative_config={"method": "token_recycling", "scope": "isolated"},
         per_request_spec_decode_metrics="summary",
-        kv_cache_memory_bytes=2**28,  # plenty for the small model; by default most of the memory
+        kv_cache_memory_bytes=2**30,  # by default most of the memory
         disable_log_stats=False,  # for the counts of a request
     )
 

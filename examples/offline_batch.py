@@ -36,7 +36,7 @@ def main() -> None:
         args.model,
         speculative_config=method,
         max_num_seqs=8,
-        kv_cache_memory_bytes=2**28,  # plenty for the small model; by default most of the memory
+        kv_cache_memory_bytes=2**30,  # by default most of the memory
         disable_log_stats=False,  # for get_metrics()
     )
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)

@@ -59,7 +59,7 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, object]:
         "speculative_config": method,
         "dtype": args.dtype,
         "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 2**28,  # plenty for the small model
+        "kv_cache_memory_bytes": 2**30,  # by default most of the memory
         "enforce_eager": True,  # starts in seconds; leave it out where it runs longer
     }
 

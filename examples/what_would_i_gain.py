@@ -5,8 +5,9 @@
 
 A line of PROMPTS has `prompt` (a string) or `turns` (a list of strings). `vllm-recycle bench` runs
 no speculation, vLLM's `ngram` and `suffix`, and Token Recycling, each on prompts that none has seen
-before. It needs four prompts at least, and fifty for a firm answer. Further flags are those of
-`vllm-recycle bench`.
+before. It needs four prompts at least, and fifty for a firm answer; for N requests in flight some
+20 N, since a pass ends with fewer. Further flags are those of `vllm-recycle bench`. Each engine has
+1 GiB for its KV cache: a model with a long context needs --engine-args '{"max_model_len": 4096}'.
 """
 
 from __future__ import annotations

@@ -216,6 +216,8 @@ def engine_arguments(plan: Plan, config: SpeculativeConfig) -> dict[str, Any]:
         "seed": 0,
         "max_num_seqs": max(plan.concurrency),
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        # A GPU must have this part free when an engine starts, and others live there.
+        "gpu_memory_utilization": 0.01,
         "enable_prefix_caching": False,
         # What each request drafted and accepted; refused where nothing is.
         **({"per_request_spec_decode_metrics": "summary"} if config else {}),

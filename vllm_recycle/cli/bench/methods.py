@@ -33,7 +33,7 @@ METHODS: Methods = {
 }
 DEFAULT_METHODS = "none,ngram,suffix,token_recycling"
 DEFAULT_METHODS_WITH_DRAFT_MODEL = "none,ngram,suffix,draft_model,token_recycling,ouroboros"
-DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_DRAFT_TOKENS = 2
 A_DRAFT_MODEL = "--draft-model DIR, a smaller model with the same vocabulary"
 
 
