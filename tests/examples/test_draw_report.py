@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "examples/benchmarks"
     ("reports", "expected"),
     [
         (["cpu-copies.json"], ["rename (4)", "all", "1 in flight", "suffix"]),
-        (["cpu-json-schema-compiled.json"], ["requests in flight", "none", "ngram", "suffix"]),
+        (["cpu-json-schema.json"], ["requests in flight", "none", "ngram", "suffix"]),
         (
             ["--levels", "cpu-chat-amx.json", "cpu-speedups.json"],
             ["requests in flight", "16", "ngram", "suffix"],
