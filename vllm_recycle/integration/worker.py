@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.tokenizers import cached_tokenizer_from_config
