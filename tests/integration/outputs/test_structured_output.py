@@ -331,6 +331,21 @@ def test_a_grammar_goes_ahead_and_comes_back(served):
 
 
 @of_cases("xgrammar")
+def test_of_a_tokenizer_whose_tokens_are_bytes_nothing_is_expected(served, monkeypatch):
+    manager, tokenizer = core(served.llm).structured_output_manager, served.llm.get_tokenizer()
+    ahead = GrammarAhead(compiled(served.llm, "The end[.]"), manager)
+    assert ahead.allowed([]).expected >= 0
+    ahead.follow([])
+    convert = tokenizer.convert_ids_to_tokens
+
+    def convert_to_bytes(ids: list[int]) -> list[bytes]:
+        return [text.encode() for text in convert(ids)]
+
+    monkeypatch.setattr(ahead.tokenizer, "convert_ids_to_tokens", convert_to_bytes)
+    assert ahead.allowed([]).expected == -1
+
+
+@of_cases("xgrammar")
 def test_while_a_request_reasons_it_may_not_sample_what_would_end_that_too_early(
     served, monkeypatch
 ):

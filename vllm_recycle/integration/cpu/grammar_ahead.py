@@ -165,6 +165,8 @@ class GrammarAhead:
             return self.habits.get(ids, NO_TOKEN)
         tokens = [token for token in ids if token < len(self.tokenizer)]  # a mask has whole words
         texts = self.tokenizer.convert_ids_to_tokens(tokens)
+        if not all(isinstance(text, str) for text in texts):  # some tokenizers have bytes
+            return NO_TOKEN
         return longest_of(dict(zip(tokens, texts, strict=True)))
 
     def _go(self, path: Sequence[int]) -> bool:
