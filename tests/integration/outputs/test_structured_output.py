@@ -282,6 +282,7 @@ def test_masks_of_a_tree_are_those_of_its_paths(served):
         (["<0x74>"], "<0x74>"),
         (["po", "p", "n", "ne"], None),
         (["t", "tom", "ti"], None),
+        ([b"t", b"title"], None),
         ([], None),
     ],
 )
@@ -328,21 +329,6 @@ def test_a_grammar_goes_ahead_and_comes_back(served):
     assert ahead.allowed([text[-1], tokenizer.eos_token_id]) is None
     ahead.follow([*text[:-1], encode("zebra")[0]])
     assert ahead.allowed([]) is None
-
-
-@of_cases("xgrammar")
-def test_of_a_tokenizer_whose_tokens_are_bytes_nothing_is_expected(served, monkeypatch):
-    manager, tokenizer = core(served.llm).structured_output_manager, served.llm.get_tokenizer()
-    ahead = GrammarAhead(compiled(served.llm, "The end[.]"), manager)
-    assert ahead.allowed([]).expected >= 0
-    ahead.follow([])
-    convert = tokenizer.convert_ids_to_tokens
-
-    def convert_to_bytes(ids: list[int]) -> list[bytes]:
-        return [text.encode() for text in convert(ids)]
-
-    monkeypatch.setattr(ahead.tokenizer, "convert_ids_to_tokens", convert_to_bytes)
-    assert ahead.allowed([]).expected == -1
 
 
 @of_cases("xgrammar")

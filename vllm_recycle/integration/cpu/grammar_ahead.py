@@ -165,8 +165,6 @@ class GrammarAhead:
             return self.habits.get(ids, NO_TOKEN)
         tokens = [token for token in ids if token < len(self.tokenizer)]  # a mask has whole words
         texts = self.tokenizer.convert_ids_to_tokens(tokens)
-        if not all(isinstance(text, str) for text in texts):  # some tokenizers have bytes
-            return NO_TOKEN
         return longest_of(dict(zip(tokens, texts, strict=True)))
 
     def _go(self, path: Sequence[int]) -> bool:
@@ -197,9 +195,16 @@ def use_all_cores() -> None:
         os.sched_setaffinity(0, set[int]().union(*cores))
 
 
-def longest_of(texts: Mapping[int, str]) -> int:
-    """The token with the longest text, if it begins with those of all others; else -1."""
-    candidates = {token: text for token, text in texts.items() if not BYTE.fullmatch(text)} or texts
+def longest_of(texts: Mapping[int, str | bytes]) -> int:
+    """The token with the longest text, if it begins with those of all others; else -1.
+
+    It is -1, too, of a tokenizer whose tokens are bytes.
+    """
+    strings = {token: text for token, text in texts.items() if isinstance(text, str)}
+    if len(strings) < len(texts):
+        return NO_TOKEN
+    candidates = {token: text for token, text in strings.items() if not BYTE.fullmatch(text)}
+    candidates = candidates or strings
     longest = max(candidates, key=lambda token: len(candidates[token]), default=NO_TOKEN)
     begin_it = all(candidates[longest].startswith(text) for text in candidates.values())
     return longest if begin_it else NO_TOKEN

@@ -98,13 +98,15 @@ def walk_by_depth(
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
             reached = step_down(reached, sampled, step.drafts, trees=step.trees)
-            for i in drawing:  # a session draws on behind its next chunk, and none behind an end
-                reached[i] &= not _ends(requests[i], int(sampled[i]))
+            for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):
+                if token == NO_TOKEN:
+                    continue
+                output_token_ids[i].append(token)
+                # A session draws on behind its next chunk, so nothing is drawn behind an end.
+                if i in drawing and _ends(requests[i]):
+                    reached[i] = False
             if not reached.any():
                 break
-            for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):
-                if token != NO_TOKEN:
-                    output_token_ids[i].append(token)
             for processor in sampling_metadata.logitsprocs.all:
                 processor.update_state(None)
     finally:
@@ -116,14 +118,13 @@ def walk_by_depth(
     return result, None if logprobs[0] is None else _stacked(logprobs)
 
 
-def _ends(request: Any, token: int) -> bool:
-    """Whether vLLM's scheduler ends an output with a token."""
-    token_ids = [*request.output_token_ids, token]
+def _ends(request: Any) -> bool:
+    """Whether vLLM's scheduler ends an output with its last token."""
     output = SimpleNamespace(
         sampling_params=request.sampling_params,
         pooling_params=None,
-        output_token_ids=token_ids,
-        num_output_tokens=len(token_ids),
+        output_token_ids=request.output_token_ids,
+        num_output_tokens=len(request.output_token_ids),
         max_tokens=request.sampling_params.max_tokens,
         num_tokens=0,  # no session goes on behind the longest text
     )
