@@ -35,6 +35,7 @@ class GrammarMasks:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
+        self._accept_tokens, manager.accept_tokens = manager.accept_tokens, self.accept_tokens
         self.masks: torch.Tensor | None = None
 
     def is_constrained(self, request: Any) -> bool:
@@ -67,16 +68,21 @@ class GrammarMasks:
             request.structured_output_request.num_reasoned = request.num_output_tokens + start
 
     def allowed_rows(self, request: Any) -> list[int]:
-        """The rows of those nodes of the draft of a request that its grammar allows, ascending.
-
-        Where an end ends the grammar alone it has no row: vLLM's guidance takes no token behind it
-        in the step that brings it.
-        """
+        """The rows of those nodes of the draft of a request that its grammar allows, ascending."""
         draft, grammar = request.spec_token_ids, request.structured_output_request.grammar
         if grammar.is_terminated():
             return list(range(1, 1 + len(draft)))
-        rows, ends = self._make_room(1 + len(draft)), not request.sampling_params.ignore_eos
-        return fill_tree(rows, grammar, draft, request.draft_parents, ends=ends)
+        rows = self._make_room(1 + len(draft))
+        return fill_tree(rows, grammar, draft, request.draft_parents)
+
+    def accept_tokens(self, request: Any, token_ids: Sequence[int]) -> bool:
+        """As vLLM's manager, but token by token where the text goes on behind an end.
+
+        vLLM's guidance refuses tokens behind an end that come with it.
+        """
+        if not (request.use_structured_output and request.sampling_params.ignore_eos):
+            return self._accept_tokens(request, token_ids)
+        return all(self._accept_tokens(request, [token]) for token in token_ids)
 
     def fill(self, requests: Sequence[Any], drafts: Mapping[str, Sequence[int]]) -> np.ndarray:
         """The masks of the root and of each scheduled node of these requests.
@@ -140,8 +146,6 @@ def fill_tree(
     grammar: Any,
     token_ids: Sequence[int],
     parents: Sequence[int],
-    *,
-    ends: bool = True,
 ) -> list[int]:
     """Fill the masks of a tree, depth first; the grammar is then where it was.
 
@@ -152,7 +156,6 @@ def fill_tree(
         grammar: vLLM's `StructuredOutputGrammar`, behind the token at the root.
         token_ids: of each node, -1 where it was not filled.
         parents: of each node, its parent row.
-        ends: whether nodes that end the grammar are among what is returned.
 
     Returns:
         The rows of the nodes that are allowed, ascending; what is below an end is not among them.
@@ -169,8 +172,7 @@ def fill_tree(
             allowed = token >= 0 and int(words[row, token // 32]) >> token % 32 & 1
             # What accepts one token takes back one.
             if allowed and grammar.accept_tokens("", [token]):
-                if ends or not grammar.is_terminated():
-                    reached.append(child)
+                reached.append(child)
                 visit(child)
                 grammar.rollback(1)
 
