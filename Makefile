@@ -12,7 +12,7 @@
 #   make test-slow     the tests that it leaves out: several ranks, compiled engines and kernels, ...
 #   make test-ptx      kernels' tests on their compiled PTX, without a GPU; PTX_ARCH=80
 #   make test-triton   kernels' tests with another Triton than is locked; TRITON=3.8.0
-#   make test-nightly  what takes long and few changes break: Ray, TRL, a benchmark, attention's PTX
+#   make test-nightly  what takes long and few changes break: Ray, TRL, patches, attention's PTX
 #   make test-versions   engines' tests on the other supported vLLMs; VERSIONS="0.31.0" narrows it
 #   make test VLLM=0.31.0   the test suite on one of them; test-slow too; TRITON=3.8.0 likewise
 #   make test-cuda-wheel  our methods on the CUDA wheel of VLLM=0.33.0, no GPU (8 GB of disk)

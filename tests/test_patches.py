@@ -131,7 +131,7 @@ def test_the_readme_lists_exactly_the_patches_there():
 
 
 @needs_patch
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", UPSTREAM)
 def test_a_test_for_upstream_fails_where_the_defect_is_and_passes_with_the_patch(number, tmp_path):
     [patch] = [patch for patch in PATCHES if patch.name.startswith(number)]

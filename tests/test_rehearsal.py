@@ -89,14 +89,14 @@ def test_without_a_wheel_it_says_so(tmp_path):
     assert f"{tmp_path} has 0 wheels, expected one" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_servers_with_us_and_without_answer_alike(rehearsal, tmp_path):
     here = rehearsal.Environment(Path(sys.prefix), tmp_path, over=ROOT)
     ours = rehearsal.serve_and_ask(here, Path(TARGET), *rehearsal.CONFIG)
     rehearsal.compare(ours, rehearsal.serve_and_ask(here, Path(TARGET)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_does_not_start_is_said_with_its_log(rehearsal, tmp_path):
     here = rehearsal.Environment(Path(sys.prefix), tmp_path, over=ROOT)
     config = '{"method": "token_recycling", "max_nodes": 0}'

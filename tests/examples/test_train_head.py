@@ -28,7 +28,7 @@ PROMPTS = read_prompts(8)
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_vllm_drafts_what_the_trained_layer_says(tmp_path, monkeypatch):
     # Trained for some seconds on what lies in the file of texts, which is not gone beyond.
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
