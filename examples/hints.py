@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()
+    lines = args.prompts.read_text(encoding="utf-8").split("\n")
     prompt, other = (json.loads(line)["prompt"] for line in lines[:2])
     llm = LLM(
         args.model,

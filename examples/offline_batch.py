@@ -27,8 +27,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines[: args.num_prompts]]
+    lines = args.prompts.read_text(encoding="utf-8").split("\n")
+    prompts = [json.loads(line)["prompt"] for line in lines[: args.num_prompts] if line]
     method: dict[str, object] = {"method": "token_recycling"}
     if args.draft_model:
         method = {"method": "ouroboros", "model": args.draft_model}

@@ -34,7 +34,8 @@ def _install() -> None:
 
     shims.add_method_names(METHODS)
     shims.host_on_v2(has_settings)
-    shims.declare_variable(environment.VARIABLE)
+    for variable in (environment.VARIABLE, versions.ALLOW_UNTESTED):
+        shims.declare_variable(variable)
     shims.wrap_validate_spec_decode(parameters.validate_spec_decode)
     # The last, since with it our methods are there.
     shims.wrap_create_engine_config(_create_engine_config)
@@ -50,7 +51,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         if rewritten is None:
             return original(engine_args, *args, **kwargs)
         vllm_config = original(rewritten, *args, **kwargs)
-        if rewritten.speculative_config is not None:
+        if has_settings(vllm_config):
             config.settle(vllm_config)
             traces = vllm_config.observability_config.otlp_traces_endpoint is not None
             setattr(vllm_config.speculative_config, IS_OURS, Registered(traces))

@@ -83,8 +83,8 @@ BAD_EXTRA_ARGS = [
         ("isolated", {"owner": "a"}, None, "with scope 'isolated' has none"),
         ("published", {"owner": "a"}, None, "the method ouroboros with scope 'shared' has none"),
         ("published", {"hint": "a"}, None, "none: the method ouroboros as published has no"),
-        ("sequence", None, "\ud800", r"'cache_salt' is '\\ud800', expected a text in UTF-8"),
-        ("published", None, "salt", "'cache_salt' is 'salt', expected none: all requests sh"),
+        ("sequence", None, "\ud800", r"'cache_salt' is '\*{3}', expected a text in UTF-8"),
+        ("published", None, "salt", r"'cache_salt' is '\*{3}', expected none: all requests sh"),
     ],
 )
 def test_what_is_wrong_is_refused(method, extra_args, salt, message):
@@ -129,13 +129,21 @@ def test_a_text_is_tokenized_in_pieces_up_to_a_limit(monkeypatch):
     assert lengths[4:] == [28] * 2
 
 
+def test_a_prediction_that_is_left_unread_is_not_sent_to_the_engine():
+    request = processed("request", {"prediction": {"content": "a"}, "others": 5})
+    expected = {"hint": None, "prediction": None, "others": 5}
+    assert request.sampling_params.extra_args == expected
+
+
 def test_a_prediction_of_openai_is_a_hint():
     text = "Tom has 3 apples."
     parts = [{"type": "text", "text": part} for part in (text[:7], text[7:])]
     for content in (text, parts):
         prediction = {"type": "content", "content": content}
         chat = ChatCompletionRequest(messages=[], prediction=prediction)
-        request = processed("sequence", chat.to_sampling_params(60, {}).extra_args)
+        params = chat.to_sampling_params(60, {})
+        assert text[:7] not in repr(params)  # which servers log
+        request = processed("sequence", params.extra_args)
         assert request.sampling_params.extra_args["hint"] == [ids_of(text)]
 
 
@@ -148,7 +156,6 @@ NOTHING += [{"circulate": 1, "specualte": 2, 4: 5}]
     [
         *((method, none) for method in ("sequence", "isolated", "request") for none in NOTHING),
         ("shared", None),
-        ("request", {"prediction": "a"}),  # as any other engine
         ("ngram", {"hint": 5, "speculate": "no"}),
     ],
 )

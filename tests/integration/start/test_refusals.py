@@ -113,6 +113,42 @@ def test_an_error_of_plain_vllm_stays_that(model, flags, monkeypatch):
     assert (type(error), str(error)) == (type(plain), str(plain))
 
 
+def checkpoint_with_a_head(folder: Path) -> str:
+    """An EAGLE-3 head for the target, in the format of speculators, which vLLM serves with both."""
+    target = json.loads((Path(TARGET) / "config.json").read_text())
+    proposals = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    verifier = {"name_or_path": str(TARGET), "architectures": target["architectures"]}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": target["vocab_size"],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": proposals,
+            "verifier": verifier,
+        },
+        "transformer_layer_config": target | {"num_hidden_layers": 1},
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_checkpoint_with_a_head_keeps_it(has_kernels, logged, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform.Platform, "has_kernels", lambda _: has_kernels)
+    model = checkpoint_with_a_head(tmp_path / "checkpoint")
+    arguments = EngineArgs(model, dtype="float32", speculative_config=json.loads(RECYCLING))
+    if has_kernels:
+        with pytest.raises(NotImplementedError, match="brings vLLM's method 'eagle3'; leave out"):
+            arguments.create_engine_config()
+    monkeypatch.setenv("VLLM_RECYCLE", RECYCLING)
+    config = EngineArgs(model, dtype="float32").create_engine_config()
+    assert (config.speculative_config.method, has_settings(config)) == ("eagle3", False)
+    assert config.speculative_config.num_speculative_tokens == 3
+    assert [level for level, _ in logged] == ["warning"] * has_kernels
+
+
 REFUSED_BY_CONFIG = {
     "decode_context_parallel_size": ("parallel_config", 2),
     "prefill_context_parallel_size": ("parallel_config", 2),

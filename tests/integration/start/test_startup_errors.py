@@ -30,6 +30,7 @@ from vllm_recycle.integration.options.given import given_keys
 from vllm_recycle.integration.options.trunk import FIXED
 from vllm_recycle.integration.plugin import register
 from vllm_recycle.integration.start import config as engine_config
+from vllm_recycle.integration.start.versions import ALLOW_UNTESTED
 
 pytestmark = pytest.mark.versions
 
@@ -112,8 +113,9 @@ def test_a_wrong_value_of_the_environment_is_refused_by_its_name(said, flags, me
     assert len(str(refused.value)) < LINE
 
 
-def test_vllm_knows_the_variable(monkeypatch):
+def test_vllm_knows_the_variables(monkeypatch):
     monkeypatch.setenv("VLLM_RECYCLE", '{"method": "token_recycling"}')
+    monkeypatch.setenv(ALLOW_UNTESTED, "1")
     monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)  # vLLM sets it, and does not know it
     register()
     EngineArgs(TARGET, dtype="float32", fail_on_environ_validation=True).create_engine_config()

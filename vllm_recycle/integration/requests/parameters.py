@@ -26,6 +26,7 @@ OPT_OUT = "speculate"
 HINT = "hint"
 OWNER = "owner"
 PREDICTION = "prediction"  # OpenAI's field of a chat completion, which is a hint too
+SECRET = "***"  # in the place of a cache salt, which must not get into logs
 MAX_NAME, MAX_HINTS = 256, 64
 PIECE = 1 << 16  # characters that are tokenized at a time
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -100,7 +101,7 @@ def process_inputs(original: Any, processor: Any, *args: Any, **kwargs: Any) -> 
         token_ids = _tokens_of_hints(processor, hints, options) if hints else None
     except _BadInputError as error:
         raise VLLMValidationError(str(error), parameter=error.args[0]) from None
-    if token_ids is not None:
+    if hints:  # a prediction that is left unread is not sent to the engine
         params.extra_args = {**extra_args, PREDICTION: None, HINT: token_ids}
     return request
 
@@ -119,7 +120,7 @@ def owner_of(request: Any) -> Owner | None:
 
 
 def digest(cache_salt: str) -> str:
-    """What stands for a cache salt, which is a secret and must not get into logs."""
+    """What an engine knows a cache salt by, which is a secret."""
     return sha256(cache_salt.encode()).hexdigest()
 
 
@@ -133,9 +134,9 @@ def _check_owner_with(options: MethodOptions, name: Any, cache_salt: str | None)
     if not cache_salt:
         return
     if not _is_utf8(cache_salt):
-        raise _BadInputError("cache_salt", cache_salt, "a text in UTF-8")
+        raise _BadInputError("cache_salt", SECRET, "a text in UTF-8")
     if reason := options.ignores_salts:
-        raise _BadInputError("cache_salt", cache_salt, f"none: {reason}")
+        raise _BadInputError("cache_salt", SECRET, f"none: {reason}")
 
 
 def _is_name(name: Any) -> bool:

@@ -12,6 +12,13 @@ from vllm_recycle.integration.start.shims import replace_function
 from vllm_recycle.integration.start.versions import FEATURES
 
 
+class Prediction(dict):
+    """OpenAI's field of a chat completion. Logs of parameters do not show its text."""
+
+    def __repr__(self) -> str:
+        return "{...}"
+
+
 def wrap_process_inputs(process_inputs: Callable[..., Any]) -> None:
     """Let requests bring hints and owners, and read them where the tokenizer is.
 
@@ -26,6 +33,8 @@ def wrap_process_inputs(process_inputs: Callable[..., Any]) -> None:
     def to_sampling_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         params = original(self, *args, **kwargs)
         if (prediction := (self.model_extra or {}).get("prediction")) is not None:
+            if isinstance(prediction, dict):
+                prediction = Prediction(prediction)
             params.extra_args = {**(params.extra_args or {}), "prediction": prediction}
         return params
 

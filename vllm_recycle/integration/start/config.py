@@ -209,6 +209,9 @@ def settle(vllm_config: Any) -> None:
             f"speculative_config: model is {spec.model!r}, which vLLM takes for one of its method "
             f"{spec.method!r}, expected an ordinary language model"
         )
+    if settings.options.trunk is None and spec.method != platform.host["method"]:
+        checkpoint = f"a checkpoint that brings vLLM's method {spec.method!r}"
+        refusals.refuse(settings.options.method, {checkpoint: True})
     reasons = {}  # against trees
     if settings.options.has_trees:
         reasons = refusals.unsupported_by_trees(vllm_config, platform)

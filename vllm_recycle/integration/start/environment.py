@@ -15,7 +15,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_recycle.core.state_file import shorten
-from vllm_recycle.integration.options import KEY, METHODS
+from vllm_recycle.integration.options import KEY, METHODS, has_settings
 from vllm_recycle.integration.options.given import FLAGS
 from vllm_recycle.integration.start.config import OptionError
 from vllm_recycle.integration.start.refusals import one_line
@@ -76,7 +76,7 @@ def create_config(make: Callable[[Any], Any], engine_args: Any) -> Any:
         reason = one_line(error)
         logger.debug("without %s:", VARIABLE, exc_info=True)
     else:
-        if vllm_config.speculative_config is not None:
+        if has_settings(vllm_config):
             logger.info("%s turns speculation on: %s", VARIABLE, shorten(config))
         return vllm_config
     vllm_config = make(engine_args)

@@ -59,6 +59,8 @@ int64_t find_place(const Text& text, int64_t stand, int64_t min_match, int64_t& 
   match = 0;
   if (newest == NO_TOKEN) return NO_PLACE;
   for (int64_t place = last; place >= 1; place--) {
+    // No match is longer, and all that are left are as far away.
+    if (match == MAX_MATCH && (stand < 0 || stand - place >= best_distance)) break;
     if (text[place - 1] != newest) continue;
     int64_t length = 1;
     while (length < std::min(MAX_MATCH, place)) {
