@@ -46,6 +46,27 @@ NUM_TOKENS = 40
 PRICED = {**TRUNK, "row_cost": None}
 
 
+@pytest.mark.parametrize("method", [TRUNK, SMALL_OUROBOROS], ids=["grown", "published"])
+def test_a_draft_model_that_fails_to_say_a_number_does_no_harm(method, monkeypatch):
+    params, num_calls = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), 0
+    with engine() as llm:
+        expected = generate(llm, PROMPTS, params)
+    with engine(method) as llm:
+        model = runner(llm).drafter.model
+        compute_logits = model.compute_logits
+
+        def with_nan(hidden: Any, *args: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            logits = compute_logits(hidden, *args)
+            return logits.fill_(torch.nan) if num_calls in (2, 3) else logits
+
+        monkeypatch.setattr(model, "compute_logits", with_nan)
+        assert generate(llm, PROMPTS, params) == expected
+        assert num_calls > 6
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+
+
 # Of each round the trunk, the branches, and the draft model's forwards.
 Drafted = list[tuple[list[int], list[Phrase], int]]
 

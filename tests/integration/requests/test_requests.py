@@ -231,6 +231,35 @@ def statistics(llm) -> dict[str, float]:
     return found
 
 
+@pytest.mark.versions
+def test_requests_that_have_left_their_trees_are_not_sampled_again(monkeypatch):
+    prompts, rows = read_prompts(6, max_words=40), []
+    ways = [{"top_p": 0.9, "frequency_penalty": 0.2}, {"top_k": 20}, {"temperature": 0.0}]
+    params = [
+        SamplingParams(
+            **{"temperature": 0.5, **ways[i % 3]}, seed=i, max_tokens=24, ignore_eos=True
+        )
+        for i in range(6)
+    ]
+    with engine() as llm:
+        expected = generate(llm, prompts, params)
+    with engine({**TOKEN_RECYCLING, "row_cost": 0.0}) as llm:
+        sampler = runner(llm).sampler
+        forward = sampler.forward
+
+        def watched(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            rows.append(len(logits))
+            return forward(logits, *args, **kwargs)
+
+        monkeypatch.setattr(sampler, "forward", watched)
+        for _ in range(2):
+            rows.clear()
+            assert generate(llm, prompts, params) == expected
+            # Greedy requests that are left alone need no sampler.
+            assert 0 < sum(rows) <= sum(len(tokens) for [tokens] in expected)
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+
+
 def test_start_up_lines_of_grown_trees():
     with engine({**TOKEN_RECYCLING, "contexts": [1, 2]}, max_num_seqs=5) as llm:
         lines = runner(llm).tree_drafter.describe() + runner(llm).price_rows()

@@ -133,7 +133,7 @@ class AlongTrunks(TokenRecyclingV1Drafter):
         if not self.isolates:
             is_counted = self.state.matrix.classes[texts.idx_mapping] < NUM_COUNTED
             is_counted &= torch.from_numpy(depths > 0)
-            for promise in trunks.promises[is_counted].tolist():
+            for promise in trunks.promises[is_counted].nan_to_num(0.0).tolist():
                 self.mean_promise = self.mean_promise.with_sample(promise)
         return replace(texts, trunks=texts.trunks.surer(trunks))
 

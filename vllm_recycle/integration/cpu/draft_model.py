@@ -184,12 +184,12 @@ class Round:
             hidden = self._run(idx_mapping[chunk].numpy(), heads[chunk], tries)
             logits = self.drafter.model.compute_logits(hidden)
             is_run = torch.from_numpy(np.arange(shape[1]) <= counts[:, None])
-            best = calls.top_k(logits, choices)[0].long()
+            best = calls.top_k(logits, choices)[0].long().clamp(min=0)  # NaN have none
             token_ids[chunk][is_run] = best
             if choices > 1:
                 logits = logits.float()
-                total = logits.logsumexp(dim=1, keepdim=True)
-                chances[chunk][is_run] = (logits.gather(1, best) - total).exp().double()
+                logs = logits.gather(1, best) - logits.logsumexp(dim=1, keepdim=True)
+                chances[chunk][is_run] = logs.exp().nan_to_num(0.0).double()
             start = chunk.stop
         return token_ids, chances
 

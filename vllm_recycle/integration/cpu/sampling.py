@@ -3,12 +3,13 @@
 Where every request is greedy and asks for nothing else, all rows are sampled at once. Any other
 batch goes depth by depth: one row per request, sampled with the path so far as its output, and one
 draw of a request's generator for each token that is emitted. So seeded outputs are those of
-decoding without speculation.
+decoding without speculation. Where no parameter is kept by the place of its request in the batch,
+requests that have left their tree are not sampled again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import (
     LogitBiasLogitsProcessor,
     LogitsProcessor,
+    MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -27,19 +29,40 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm_recycle.core.verification import NO_TOKEN, WalkResult, step_down
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 
+# What vLLM's metadata have of each request, and can have of some.
+BY_REQUEST = ("temperature", "top_p", "top_k", "prompt_token_ids")
+BY_REQUEST += ("frequency_penalties", "presence_penalties", "repetition_penalties")
+
 
 def rows_are_independent(metadata: SamplingMetadata) -> bool:
     """Whether each row's token is the argmax of its own logits, and nothing else is asked for."""
-    thinking = metadata.thinking_budget_state_holder
     return (
         metadata.all_greedy
         and metadata.no_penalties
-        and metadata.max_num_logprobs is None
+        and _is_for_any_requests(metadata, metadata.logitsprocs.non_argmax_invariant)
+    )
+
+
+def _is_for_any_requests(metadata: SamplingMetadata, processors: Iterable[LogitsProcessor]) -> bool:
+    """Whether nothing is asked for that is kept by the places of requests in the batch."""
+    thinking = metadata.thinking_budget_state_holder
+    return (
+        metadata.max_num_logprobs is None
         and not metadata.logprob_token_ids
         and not metadata.bad_words_token_ids
         and metadata.allowed_token_ids_mask is None
         and not (thinking is not None and thinking.has_tracked_requests())
-        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
+        and not any(map(_is_active, processors))
+    )
+
+
+def _of_requests(metadata: SamplingMetadata, places: list[int]) -> SamplingMetadata:
+    """The metadata of the requests at these places of the batch, in their order."""
+    values = {name: getattr(metadata, name) for name in BY_REQUEST}
+    parts = {name: None if value is None else value[places] for name, value in values.items()}
+    token_ids = metadata.output_token_ids
+    return replace(
+        metadata, output_token_ids=[token_ids[i] for i in places] if token_ids else [], **parts
     )
 
 
@@ -49,6 +72,8 @@ def _is_active(processor: LogitsProcessor) -> bool:
         return bool(processor.min_toks)
     if type(processor) is LogitBiasLogitsProcessor:
         return bool(processor.biases)
+    if type(processor) is MinPLogitsProcessor:
+        return bool(processor.min_p_count)
     return True
 
 
@@ -82,18 +107,23 @@ def walk_by_depth(
     output_token_ids = [request.output_token_ids for request in requests]
     lengths = [len(token_ids) for token_ids in output_token_ids]
     path, tokens, logprobs = [], [], []
+    selects = _is_for_any_requests(sampling_metadata, sampling_metadata.logitsprocs.all)
+    places, metadata = [*range(len(discarded))], sampling_metadata
     try:
         while True:
             row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
             visiting = (row >= 0).tolist()
             drawing = {i: g for i, g in sampling_metadata.generators.items() if visiting[i]}
+            if selects and path and not all(visiting[i] for i in places):
+                places = [i for i in places if visiting[i]]
+                metadata = _of_requests(sampling_metadata, places)
+            generators = {place: drawing[i] for place, i in enumerate(places) if i in drawing}
             output = sampler(
-                logits=logits[step.cu_num_logits[:-1] + row.clamp(min=0)],
-                sampling_metadata=replace(
-                    sampling_metadata, spec_token_ids=None, generators=drawing
-                ),
+                logits=logits[(step.cu_num_logits[:-1] + row.clamp(min=0))[places]],
+                sampling_metadata=replace(metadata, spec_token_ids=None, generators=generators),
             )
-            sampled = output.sampled_token_ids.flatten().long()
+            sampled = torch.full_like(row, NO_TOKEN)
+            sampled[places] = output.sampled_token_ids.flatten().long()
             path.append(row)
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
