@@ -18,11 +18,14 @@ class Owner(NamedTuple):
     Attributes:
         name: that it was given, or else the digest of its cache salt.
         cache_salt: a digest; with one its entries are private.
+        is_session: whether the name is that of a request whose input is streamed, which comes as a
+            new one with each part of it.
 
     """
 
     name: str | int
     cache_salt: str | None = None
+    is_session: bool = False
 
 
 class Owners:

@@ -180,6 +180,21 @@ def test_whose_a_request_is(owner, salt, expected):
     assert requests.owner_of(processed("sequence", {"owner": owner}, salt)) == expected
 
 
+@pytest.mark.parametrize("salt", [None, "salt"])
+@pytest.mark.parametrize("owner", [None, "a"])
+def test_a_session_is_an_owner_where_none_is_given(owner, salt):
+    """Each part of its input comes as a request, which would leave the entries of the last one."""
+    request = processed("sequence", {"owner": owner}, salt)
+    owners = [requests.owner_of(request)]
+    request.resumable = True
+    owners.append(requests.owner_of(request))
+    if owner is None and salt is None:
+        assert owners == [None, Owner(request.request_id, is_session=True)]
+        assert owners[1] != Owner(request.request_id)  # which a client could name
+    else:
+        assert owners[0] == owners[1]
+
+
 @pytest.mark.parametrize("name", [["a", "salt"], 1.5, "", True, {}, "\ud800"])
 def test_what_no_frontend_has_checked_is_nobodys(name):
     request = processed("sequence", {"owner": "a"})

@@ -30,8 +30,8 @@ from vllm_recycle.core.verification import NO_TOKEN, WalkResult, step_down
 from vllm_recycle.integration.cpu.step_layout import StepLayout
 
 # What vLLM's metadata have of each request, and can have of some.
-BY_REQUEST = ("temperature", "top_p", "top_k", "prompt_token_ids")
-BY_REQUEST += ("frequency_penalties", "presence_penalties", "repetition_penalties")
+BY_REQUEST = ["temperature", "top_p", "top_k", "prompt_token_ids"]
+BY_REQUEST += ["frequency_penalties", "presence_penalties", "repetition_penalties"]
 
 
 def rows_are_independent(metadata: SamplingMetadata) -> bool:
@@ -106,7 +106,8 @@ def walk_by_depth(
     reached[:, 0] = torch.from_numpy(~discarded)
     output_token_ids = [request.output_token_ids for request in requests]
     lengths = [len(token_ids) for token_ids in output_token_ids]
-    path, tokens, logprobs = [], [], []
+    path: list[torch.Tensor] = []
+    tokens, logprobs = [], []
     selects = _is_for_any_requests(sampling_metadata, sampling_metadata.logitsprocs.all)
     places, metadata = [*range(len(discarded))], sampling_metadata
     try:

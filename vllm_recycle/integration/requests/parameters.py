@@ -115,6 +115,8 @@ def owner_of(request: Any) -> Owner | None:
     if not _is_name(name):
         name = None
     if not salt or not _is_utf8(salt):  # an empty one is none for vLLM
+        if name is None and request.resumable:
+            return Owner(request.request_id, is_session=True)
         return None if name is None else Owner(name)
     return Owner(digest(salt) if name is None else name, digest(salt))
 
