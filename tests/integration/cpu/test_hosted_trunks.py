@@ -107,7 +107,7 @@ def test_outputs_are_vllms_and_trunks_are_its_chains(name, cost, sources, plain,
     with watched_chains(monkeypatch) as chains, engine(method, model=model, **ARGUMENTS) as llm:
         moved, seen = watch(llm, chains)
         assert two_passes(llm, MIXED) == mixed
-        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0 or not cost
         drafter = runner(llm).tree_drafter
         assert drafter.num_rounds > (40 if cost else 0)
         assert seen["wrong trunks"] == 0

@@ -180,7 +180,7 @@ def main(_: Path) -> dict[str, Any]:
 
     of_isolated = []
     for scope in () if IS_V2 else ("isolated", "shared"):
-        with engine(GROWN | {"scope": scope}, **WITHOUT_PREFIXES) as llm:
+        with engine(GROWN | {"scope": scope, "row_cost": 0.02}, **WITHOUT_PREFIXES) as llm:
             serve_hints(llm, scope)
             if scope == "isolated":
                 of_isolated.append(refusal(llm, "learn_texts", [TEXT]))

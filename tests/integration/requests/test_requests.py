@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -294,7 +294,7 @@ def test_prices_follow_served_steps(monkeypatch):
     with engine(TOKEN_RECYCLING) as llm:
         drafter = runner(llm).tree_drafter
         before, started = costs(drafter.curve), time.perf_counter()
-        clock = SteadyClock(drafter.record_step)
+        clock = SteadyClock(drafter)
         monkeypatch.setattr(drafter, "record_step", clock.record_step)
         for prompt in read_prompts(3):
             generate(llm, [prompt], params)
@@ -316,14 +316,14 @@ class SteadyClock:
 
     """
 
-    def __init__(self, record_step: Callable[..., None]) -> None:
-        self._record_step = record_step
+    def __init__(self, drafter: Any) -> None:
+        self._drafter, self._record_step = drafter, drafter.record_step
         self.seconds: list[float] = []
 
     def record_step(self, step: Any, context: float, *, tokens: int, seconds: float | None) -> None:
         if seconds is not None:
             self.seconds.append(seconds)
-            seconds = 0.1 + 0.02 * len(step.row_token_ids)
+            seconds = 0.1 + 0.02 * len(step.row_token_ids) - self._drafter.last_drafts.seconds
         self._record_step(step, context, tokens=tokens, seconds=seconds)
 
 

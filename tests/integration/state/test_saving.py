@@ -265,6 +265,7 @@ def test_saving_goes_on_after_errors_and_says_each_once(step, tmp_path, monkeypa
     with saver.changing():
         state.phrases[:8] = 1
     wait_until(lambda: bool((state.phrases[8:] == 2).all()))
+    wait_until(lambda: not place.new_files())  # what was taken in is noted a little later
     with saver.changing():
         state.phrases[:8] = 3
     wait_until(lambda: not errors)

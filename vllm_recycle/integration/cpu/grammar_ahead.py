@@ -189,10 +189,12 @@ class GrammarAhead:
 
 def use_all_cores() -> None:
     """Let this thread run where any of its process may: vLLM binds the first to a single core."""
-    tasks = Path("/proc/self/task")
-    with suppress(OSError):  # a thread that ends meanwhile
-        cores = [os.sched_getaffinity(int(task.name)) for task in tasks.iterdir()]
-        os.sched_setaffinity(0, set[int]().union(*cores))
+    cores = set[int]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that ends meanwhile
+            cores |= os.sched_getaffinity(int(task.name))
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)
 
 
 def longest_of(texts: Mapping[int, str | bytes]) -> int:
