@@ -9,7 +9,7 @@ requests that have left their tree are not sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -56,14 +56,22 @@ def _is_for_any_requests(metadata: SamplingMetadata, processors: Iterable[Logits
     )
 
 
-def _of_requests(metadata: SamplingMetadata, places: list[int]) -> SamplingMetadata:
-    """The metadata of the requests at these places of the batch, in their order."""
-    values = {name: getattr(metadata, name) for name in BY_REQUEST}
-    parts = {name: None if value is None else value[places] for name, value in values.items()}
-    token_ids = metadata.output_token_ids
-    return replace(
-        metadata, output_token_ids=[token_ids[i] for i in places] if token_ids else [], **parts
-    )
+def _of_requests(
+    metadata: SamplingMetadata, places: list[int], visiting: list[bool]
+) -> SamplingMetadata:
+    """The metadata of the requests at these places of the batch; those that visit a row draw."""
+    drawing = {
+        place: metadata.generators[i]
+        for place, i in enumerate(places)
+        if visiting[i] and i in metadata.generators
+    }
+    parts: dict[str, Any] = {}
+    if len(places) < len(visiting):
+        values = {name: getattr(metadata, name) for name in BY_REQUEST}
+        parts = {name: None if value is None else value[places] for name, value in values.items()}
+        token_ids = metadata.output_token_ids  # of none, where nothing reads them
+        parts["output_token_ids"] = [token_ids[i] for i in places] if token_ids else []
+    return replace(metadata, spec_token_ids=None, generators=drawing, **parts)
 
 
 def _is_active(processor: LogitsProcessor) -> bool:
@@ -109,19 +117,15 @@ def walk_by_depth(
     path: list[torch.Tensor] = []
     tokens, logprobs = [], []
     selects = _is_for_any_requests(sampling_metadata, sampling_metadata.logitsprocs.all)
-    places, metadata = [*range(len(discarded))], sampling_metadata
     try:
         while True:
             row = reached.int().argmax(dim=1).where(reached.any(dim=1), -1)  # the first one
             visiting = (row >= 0).tolist()
-            drawing = {i: g for i, g in sampling_metadata.generators.items() if visiting[i]}
-            if selects and path and not all(visiting[i] for i in places):
-                places = [i for i in places if visiting[i]]
-                metadata = _of_requests(sampling_metadata, places)
-            generators = {place: drawing[i] for place, i in enumerate(places) if i in drawing}
+            is_partial = selects and path  # the roots are of all
+            places = [i for i, visits in enumerate(visiting) if visits or not is_partial]
             output = sampler(
                 logits=logits[(step.cu_num_logits[:-1] + row.clamp(min=0))[places]],
-                sampling_metadata=replace(metadata, spec_token_ids=None, generators=generators),
+                sampling_metadata=_of_requests(sampling_metadata, places, visiting),
             )
             sampled = torch.full_like(row, NO_TOKEN)
             sampled[places] = output.sampled_token_ids.flatten().long()
@@ -129,13 +133,7 @@ def walk_by_depth(
             tokens.append(sampled.where(row >= 0, NO_TOKEN))
             logprobs.append(output.logprobs_tensors)
             reached = step_down(reached, sampled, step.drafts, trees=step.trees)
-            for i, token in enumerate(sampled.where(reached.any(dim=1), NO_TOKEN).tolist()):
-                if token == NO_TOKEN:
-                    continue
-                output_token_ids[i].append(token)
-                # A session draws on behind its next chunk, so nothing is drawn behind an end.
-                if i in drawing and _ends(requests[i]):
-                    reached[i] = False
+            _write_ahead(sampled, reached, requests, sampling_metadata.generators)
             if not reached.any():
                 break
             for processor in sampling_metadata.logitsprocs.all:
@@ -147,6 +145,20 @@ def walk_by_depth(
     num_visited = (visited >= 0).sum(dim=1, dtype=torch.int32)
     result = WalkResult(visited, torch.stack(tokens, dim=1), num_visited)
     return result, None if logprobs[0] is None else _stacked(logprobs)
+
+
+def _write_ahead(
+    sampled: torch.Tensor,
+    reached: torch.Tensor,
+    requests: Sequence[Any],
+    generators: Mapping[int, torch.Generator],
+) -> None:
+    """Add sampled tokens to the outputs of the requests that go down to these; some end there."""
+    for i in reached.any(dim=1).nonzero().flatten().tolist():
+        requests[i].output_token_ids.append(int(sampled[i]))
+        # A session draws on behind its next chunk, so nothing is drawn behind an end.
+        if i in generators and _ends(requests[i]):
+            reached[i] = False
 
 
 def _ends(request: Any) -> bool:
