@@ -142,7 +142,7 @@ test-triton:
 # What a version may break, on both runners, and in the processes that engines have by default.
 test-versions:
 	for version in $(VERSIONS); do \
-		$(MAKE) test VLLM=$$version PYTEST_ARGS="-m versions $(PYTEST_ARGS)" || exit; \
+		$(MAKE) test VLLM=$$version PYTEST_ARGS="-m 'versions and not nightly' $(PYTEST_ARGS)" || exit; \
 	done
 
 # With the PyTorch that the wheel requires, in its build for CUDA.

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
@@ -113,11 +114,23 @@ def test_an_error_of_plain_vllm_stays_that(model, flags, monkeypatch):
     assert (type(error), str(error)) == (type(plain), str(plain))
 
 
-def checkpoint_with_a_head(folder: Path) -> str:
+@pytest.fixture
+def hub_target(tmp_path, monkeypatch) -> str:
+    """The target as a hub's model that is in the cache; newer vLLM takes no folder as verifier."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--tests--target"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0")
+    shutil.copytree(TARGET, repository / "snapshots" / "0")
+    return "tests/target"
+
+
+def checkpoint_with_a_head(folder: Path, verifier_name: str) -> str:
     """An EAGLE-3 head for the target, in the format of speculators, which vLLM serves with both."""
     target = json.loads((Path(TARGET) / "config.json").read_text())
     proposals = [{"proposal_type": "greedy", "speculative_tokens": 3}]
-    verifier = {"name_or_path": str(TARGET), "architectures": target["architectures"]}
+    verifier = {"name_or_path": verifier_name, "architectures": target["architectures"]}
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -135,9 +148,9 @@ def checkpoint_with_a_head(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_a_checkpoint_with_a_head_keeps_it(has_kernels, logged, tmp_path, monkeypatch):
+def test_a_checkpoint_with_a_head_keeps_it(has_kernels, logged, hub_target, tmp_path, monkeypatch):
     monkeypatch.setattr(platform.Platform, "has_kernels", lambda _: has_kernels)
-    model = checkpoint_with_a_head(tmp_path / "checkpoint")
+    model = checkpoint_with_a_head(tmp_path / "checkpoint", hub_target)
     arguments = EngineArgs(model, dtype="float32", speculative_config=json.loads(RECYCLING))
     if has_kernels:
         with pytest.raises(NotImplementedError, match="brings vLLM's method 'eagle3'; leave out"):
