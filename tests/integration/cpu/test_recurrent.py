@@ -22,7 +22,8 @@ from tests.integration.engines import (
     runner,
     watch_steps,
 )
-from tests.integration.models.random_models import falcon_h1, mamba2
+from tests.integration.models.random_models import falcon_h1, lfm2, mamba2
+from tests.integration.reach.reach_rows import ROTATED_BY_TORCH
 from tests.integration.reach.reach_table import NGRAM
 
 PROMPTS = read_prompts(8, max_words=60)
@@ -43,10 +44,16 @@ def states_at_the_end(llm: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
     return tokens, states
 
 
-def test_states_are_those_of_plain_decoding(model):
-    with engine(model=model) as llm:
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [(falcon_h1, {}), (lfm2, ROTATED_BY_TORCH)],
+    ids=["Mamba2", "short convolutions"],
+)
+def test_states_are_those_of_plain_decoding(make, settings, tmp_path):
+    settings = {"model": make(tmp_path / "model"), **settings}
+    with engine(**settings) as llm:
         tokens, expected = states_at_the_end(llm)
-    with engine(GROWN, model=model) as llm:
+    with engine(GROWN, **settings) as llm:
         ours, states = states_at_the_end(llm)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
     assert ours == tokens

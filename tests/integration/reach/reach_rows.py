@@ -86,6 +86,8 @@ def copied(folder: Path) -> str:
 
 # vLLM's other attention for MLA needs AMX, and bfloat16.
 IN_FLOAT32 = {"attention_backend": "CPU_MLA"}
+# As in compiled models: vLLM's kernel rotates the first head of an LFM2 alone.
+ROTATED_BY_TORCH = {"compilation_config": {"custom_ops": ["none"]}}
 FOLDER = "the folder of a test"
 KV_CONNECTOR = {
     "kv_connector": "ExampleConnector",
@@ -209,6 +211,7 @@ ROWS = {
     "gated delta nets (Qwen3-Next)": Row(
         random_models.qwen3_next, {"dtype": "bfloat16"}, reason=STATES
     ),
+    "short convolutions (LFM2)": Row(random_models.lfm2, ROTATED_BY_TORCH, reason=STATES),
     "encoder-decoder": Row(random_models.whisper, {"max_model_len": 128}, speech, reason=INPUT),
 }
 TESTED = KINDS | WINDOWS | DEEP | ROWS

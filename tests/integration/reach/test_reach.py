@@ -30,7 +30,7 @@ from tests.integration.engines import (
     runner,
 )
 from tests.integration.models.derived_models import with_windows
-from tests.integration.models.random_models import deepseek, lfm2
+from tests.integration.models.random_models import deepseek, lfm2, mamba1
 from tests.integration.models.vision_models import SIDE, gemma3_vision, qwen2_5_vl
 from tests.integration.reach.reach_rows import (
     ALL,
@@ -250,7 +250,9 @@ PLAIN_ROPE = partial(deepseek, rope={"rope_type": "default", "rope_theta": 10000
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (lfm2, {}, "its states are those of ShortConv, expected"),
+        (mamba1, {}, "its states are those of MambaMixer, expected"),
+        # Without compilation.
+        (lfm2, {}, "rotates its first head alone"),
         (PLAIN_ROPE, IN_FLOAT32, "rotates its first head alone"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Chains in recurrent layers (Mamba2, gated delta nets) on the V1 runner.
+"""Chains in recurrent layers (Mamba2, gated delta nets, short convolutions) on the V1 runner.
 
 Their states cannot go back behind a draft that was wrong. vLLM has a block for the states behind
 each row of a draft, but its CPU kernels mistake them. So these layers are not told of drafts: a
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
@@ -181,29 +184,65 @@ def run_by_depth(
         output[depth.rows] = row_output
 
 
+def _has_depths(layer: Any) -> bool:
+    return hasattr((get_forward_context().attn_metadata or {}).get(layer.prefix), "depths")
+
+
+def _run_with_context(
+    layer: Any, forward: Callable[..., Any], inputs: torch.Tensor, output: torch.Tensor
+) -> None:
+    """`run_by_depth` with a `forward` that takes its metadata from the forward context."""
+    metadata_of = get_forward_context().attn_metadata
+    step_metadata = metadata_of[layer.prefix]
+
+    def forward_rows(metadata: Any, *tensors: torch.Tensor) -> None:
+        metadata_of[layer.prefix] = metadata
+        forward(*tensors)
+
+    try:
+        run_by_depth(layer, step_metadata, forward_rows, [inputs], output)
+    finally:
+        metadata_of[layer.prefix] = step_metadata
+
+
 def _take_mamba2(layer: MambaMixer2) -> None:
     forward = layer.conv_ssm_forward
 
-    def conv_ssm_forward(projected_states: torch.Tensor, output: torch.Tensor) -> Any:
-        metadata_of = get_forward_context().attn_metadata or {}
-        step_metadata = metadata_of.get(layer.prefix)
-        if not hasattr(step_metadata, "depths"):
-            return forward(projected_states, output)
-
-        def forward_rows(metadata: Any, *tensors: torch.Tensor) -> None:
-            metadata_of[layer.prefix] = metadata
-            forward(*tensors)
-
-        try:
-            run_by_depth(layer, step_metadata, forward_rows, [projected_states], output)
-        finally:
-            metadata_of[layer.prefix] = step_metadata
-        return None
+    def conv_ssm_forward(projected_states: torch.Tensor, output: torch.Tensor) -> None:
+        if _has_depths(layer):
+            _run_with_context(layer, forward, projected_states, output)
+        else:
+            forward(projected_states, output)
 
     layer.conv_ssm_forward = conv_ssm_forward
 
 
+def _take_short_convolution(layer: ShortConv) -> None:
+    forward = layer.forward_native
+
+    def forward_native(hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        if not _has_depths(layer):
+            forward(hidden_states, output)
+            return
+        # Its projections are for all rows at once, which reads their weights once.
+        convolution = SimpleNamespace(
+            prefix=layer.prefix,
+            conv=layer.conv,
+            kv_cache=layer.kv_cache,
+            in_proj=lambda projected: (projected, None),
+            out_proj=lambda convolved: (convolved, None),
+        )
+        projected, _ = layer.in_proj(hidden_states)
+        convolved = torch.empty_like(output)
+        convolve = partial(type(layer).forward_native, convolution)
+        _run_with_context(layer, convolve, projected, convolved)
+        output[:], _ = layer.out_proj(convolved)
+
+    layer.forward_native = forward_native
+
+
 KINDS: dict[type, Callable[[Any], None]] = {
     MambaMixer2: _take_mamba2,
+    ShortConv: _take_short_convolution,
     QwenGatedDeltaNetAttention: lambda _: wrap_gated_delta_net(run_by_depth),
 }

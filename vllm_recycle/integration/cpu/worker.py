@@ -9,6 +9,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -31,13 +32,18 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, MambaBase).items():
+        recurrent_layers = get_layers_from_vllm_config(self.vllm_config, MambaBase)
+        for name, layer in recurrent_layers.items():
             hide_drafts(name, layer)
+        # Models (LFM2) and layers (MLA) whose queries have a dimension of heads.
+        has_short_convs = any(isinstance(layer, ShortConv) for layer in recurrent_layers.values())
         for name, layer in self.model_runner.model.named_modules():
-            if isinstance(layer, MultiHeadLatentAttentionWrapper) and not rotates_each_head(layer):
+            has_heads = has_short_convs or isinstance(layer, MultiHeadLatentAttentionWrapper)
+            rotary = getattr(layer, "rotary_emb", None) if has_heads else None
+            if rotary is not None and not rotates_each_head(rotary):
                 raise NotImplementedError(
                     f"layer {name}: vLLM's kernel rotates its first head alone, and tokens depend "
-                    "on what else is in a step; apply patches/0008 to vLLM"
+                    "on what else is in a step; leave out --enforce-eager, or apply patches/0008"
                 )
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
@@ -49,11 +55,9 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
             refuse(method, {f"layer {name} with {kind}": has for kind, has in features.items()})
 
 
-def rotates_each_head(layer: MultiHeadLatentAttentionWrapper) -> bool:
-    """Whether a layer with MLA gives all heads of all rows their positions."""
-    if layer.rotary_emb is None:
-        return True
-    rotary = copy.deepcopy(layer.rotary_emb)  # which may convert its table to what it is given
+def rotates_each_head(rotary: Any) -> bool:
+    """Whether a rotary embedding of vLLM gives all heads of all rows their positions."""
+    rotary = copy.deepcopy(rotary)  # which may convert its table to what it is given
 
     def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Parts of wider rows, as layers give them.
