@@ -52,7 +52,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             return original(engine_args, *args, **kwargs)
         vllm_config = original(rewritten, *args, **kwargs)
         if has_settings(vllm_config):
-            config.settle(vllm_config)
+            config.settle(vllm_config, getattr(rewritten, "step_tokens", None))
             traces = vllm_config.observability_config.otlp_traces_endpoint is not None
             setattr(vllm_config.speculative_config, IS_OURS, Registered(traces))
         return vllm_config

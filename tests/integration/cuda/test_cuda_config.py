@@ -252,6 +252,17 @@ class TestFinish:
         with pytest.raises(NotImplementedError, match="support --attention-backend FLASHINFER"):
             finish({"tree": "default"}, attention_backend="FLASHINFER")
 
+    @pytest.mark.parametrize(
+        ("flags", "is_same"),
+        [({}, True), ({"max_num_batched_tokens": 300}, False)],
+        ids=["", "fewer tokens than the largest graph has"],
+    )
+    def test_with_lora_memory_is_measured_by_steps_as_large_as_without(self, flags, is_same):
+        plain, lora = (finish({}, enable_lora=on, **flags) for on in (False, True))
+        graphs = lora.compilation_config.max_cudagraph_capture_size or 0
+        assert graphs <= lora.scheduler_config.max_num_batched_tokens
+        assert (lora.scheduler_config == plain.scheduler_config) == is_same
+
     def test_trees_leave_attention_sinks_to_the_backend_that_vllm_takes_where_ours_has_none(
         self, tmp_path, monkeypatch
     ):

@@ -265,24 +265,18 @@ def test_model_runner_v2_is_refused_on_cpu(monkeypatch):
 
 @pytest.mark.parametrize("method", [None, PUBLISHED])
 @pytest.mark.parametrize(
-    ("flags", "raises"),
+    "flags",
     [
-        ({}, True),
-        ({"max_num_batched_tokens": 512}, True),
-        ({"max_num_batched_tokens": 512, "max_num_scheduled_tokens": 300}, True),
-        ({"max_num_batched_tokens": 512, "max_num_seqs": 4}, False),
+        {},
+        {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 512, "max_num_scheduled_tokens": 300},
+        {"max_num_batched_tokens": 512, "max_num_seqs": 4},
     ],
 )
-def test_with_lora_steps_are_as_large_as_without(flags, raises, method, logged):
-    """Where vLLM asks for more rows than a step has, it gets them, and one line says so."""
+def test_with_lora_steps_are_as_large_as_without(flags, method):
+    """Though vLLM asks for room for whole drafts of all requests."""
     plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
-    rows = lora.scheduler_config.max_num_seqs * (1 + lora.num_speculative_tokens)
-    plain, lora = plain.scheduler_config, lora.scheduler_config
-    assert lora.max_num_seqs == plain.max_num_seqs
-    assert lora.max_num_scheduled_tokens == plain.max_num_scheduled_tokens
-    assert lora.max_num_batched_tokens == (rows if raises else plain.max_num_batched_tokens)
-    said = f"from {plain.max_num_batched_tokens} to {rows}, "
-    assert [said in line for _, line in logged] == [True] * raises
+    assert lora.scheduler_config == plain.scheduler_config
 
 
 @pytest.mark.parametrize(

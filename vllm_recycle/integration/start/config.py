@@ -160,7 +160,7 @@ def _create_host(
 
 
 def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:
-    """Raise the rows that vLLM has buffers for to what it asks for; steps stay as they were.
+    """Raise the tokens of a step to what vLLM asks for with LoRA, until `settle`.
 
     It asks for whole drafts of all requests, though no step has more rows than it schedules.
     """
@@ -170,12 +170,7 @@ def _make_room_with_lora(engine_args: Any, model_config: Any) -> None:
     min_tokens = 1 if engine_args.enable_chunked_prefill else model_config.max_model_len
     if max(requests, min_tokens) <= tokens < rows:
         engine_args.max_num_scheduled_tokens = engine_args.max_num_scheduled_tokens or tokens
-        engine_args.max_num_batched_tokens = rows
-        logger.info(
-            "--enable-lora: raised --max-num-batched-tokens from %d to %d, --max-num-seqs %d times "
-            "the %d rows of a draft, which vLLM asks for; a step has at most %d tokens as before",
-            tokens, rows, requests, rows // requests, engine_args.max_num_scheduled_tokens,
-        )  # fmt: skip
+        engine_args.max_num_batched_tokens, engine_args.step_tokens = rows, tokens
 
 
 def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
@@ -195,8 +190,12 @@ def _largest_capture_size(engine_args: Any, num_nodes: int) -> int | None:
     return -(-largest // STRIDE) * STRIDE
 
 
-def settle(vllm_config: Any) -> None:
+def settle(vllm_config: Any, step_tokens: int | None = None) -> None:
     """Complete the configuration that vLLM made, and refuse what the method was not built with.
+
+    Args:
+        vllm_config: vLLM's.
+        step_tokens: of the user or by default, where `_make_room_with_lora` has raised them.
 
     Raises:
         NotImplementedError: naming the flag to change.
@@ -204,6 +203,8 @@ def settle(vllm_config: Any) -> None:
     """
     settings, spec = settings_of(vllm_config), vllm_config.speculative_config
     platform = get_platform(settings.options.method)
+    if step_tokens is not None:
+        _take_back_room(vllm_config, step_tokens)
     if settings.options.has_own_model and spec.method != DRAFT_MODEL:
         raise ValueError(
             f"speculative_config: model is {spec.model!r}, which vLLM takes for one of its method "
@@ -242,6 +243,15 @@ def settle(vllm_config: Any) -> None:
     if warning := refusals.other_token_ids(vllm_config):
         logger.warning(warning)
     check_state_file(options, vllm_config)
+
+
+def _take_back_room(vllm_config: Any, step_tokens: int) -> None:
+    """Lower the tokens of a step: vLLM measures its memory by a forward of as many."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    if step_tokens < (compilation.max_cudagraph_capture_size or 0):
+        return  # vLLM has chosen graphs of more
+    for name in ("max_num_batched_tokens", "max_num_encoder_input_tokens", "encoder_cache_size"):
+        setattr(scheduler, name, min(step_tokens, getattr(scheduler, name)))
 
 
 def _with_chains(
