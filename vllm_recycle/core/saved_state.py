@@ -80,7 +80,8 @@ class SavedState(ABC):
         """
         name, place = next(iter(self.places.items()))
         for lines, peer_lines in zip(place.split(MERGED), tensors[name].split(MERGED), strict=True):
-            peer_lines = peer_lines.to(lines.device)
+            if lines.is_cuda:  # from other memory the copy would wait for all steps so far
+                peer_lines = peer_lines.pin_memory().to(lines.device, non_blocking=True)
             lines.copy_(torch.where(self.is_better(peer_lines, lines), peer_lines, lines))
             yield True
 
