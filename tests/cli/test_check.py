@@ -65,6 +65,14 @@ def test_what_is_supported(config, flags, drafts, num_bytes, capsys):
     assert {"g++", "ray", "arctic_inference"} <= said.keys()
 
 
+def test_the_memory_for_a_state_file_is_stated(capsys, tmp_path):
+    _, said = check(capsys, config=RECYCLING | {"matrix_file": str(tmp_path / "matrix")})
+    expected = (
+        "weights and KV cache, and twice as many on the host of the first rank for matrix_file"
+    )
+    assert said["tables"].endswith(expected)
+
+
 def test_a_trunk_is_described(capsys, tmp_path):
     trunk = {"method": "eagle", "model": heads.eagle(tmp_path / "head")}
     status, said = check(capsys, config=RECYCLING | {"trunk": trunk})

@@ -172,6 +172,9 @@ def test_requests_have_one_salt_where_they_have_one_owner_that_is_known(monkeypa
     # The owner that was not seen for longest is forgotten.
     monkeypatch.setattr(owners, "MAX_OWNERS", 2)
     assert salts(ACME, OTHER, ACME, Owner("third"), ACME, OTHER) == [0, 1, 0, 3, 0, 5]
+    # Sessions, of which there are ever new ones, make no other owner be forgotten.
+    sessions = [Owner(str(number), is_session=True) for number in range(3)]
+    assert salts(ACME, *sessions, ACME, sessions[2], sessions[0]) == [0, 1, 2, 3, 0, 3, 6]
 
 
 def test_requests_of_one_owner_find_what_earlier_ones_wrote_and_nobody_else_does():

@@ -14,12 +14,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.core.strategies import THOROUGH
-from vllm_recycle.core import state_file
 from vllm_recycle.core.state_file import (
     ABANDONED_AFTER,
     MAX_JSON_BYTES,
@@ -46,6 +46,16 @@ def load(path):
 
 def save(path):
     FORM.save(path, TENSORS)
+
+
+def test_files_are_those_of_safetensors(tmp_path):
+    tensors = {"a": torch.arange(3, dtype=torch.int64), "b": torch.randn(2, 5)[:, ::2]}
+    form = TensorForm(tensors, FACTS, "matrix_file")
+    form.save(tmp_path / "ours", tensors)
+    torch.testing.assert_close(safetensors.torch.load_file(tmp_path / "ours"), tensors)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, tmp_path / "theirs", {"k": "4"})
+    torch.testing.assert_close(form.read(tmp_path / "theirs"), tensors)
 
 
 @pytest.mark.parametrize("name", ["new", LONGEST_NAME, "link to nothing"])
@@ -162,7 +172,7 @@ def test_what_a_killed_writer_left_goes_once_it_is_old(kind, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["matrix"]
 
 
-@pytest.mark.parametrize(("owner", "stage"), [(Path, "read_bytes"), (state_file, "load")])
+@pytest.mark.parametrize(("owner", "stage"), [(Path, "open"), (TensorForm, "_check_header")])
 def test_a_file_that_another_process_removes_while_it_is_read(owner, stage, tmp_path, monkeypatch):
     path = tmp_path / "matrix"
     save(path)
@@ -173,7 +183,7 @@ def test_a_file_that_another_process_removes_while_it_is_read(owner, stage, tmp_
         return read(*args)
 
     monkeypatch.setattr(owner, stage, remove_and_read)
-    if stage == "load":  # has all of it
+    if owner is TensorForm:  # has all of it
         assert load(path)["numbers"].equal(TENSORS["numbers"])
     else:
         with pytest.raises(ValueError, match=f"^matrix_file {path}: no numbers: "):
@@ -183,7 +193,7 @@ def test_a_file_that_another_process_removes_while_it_is_read(owner, stage, tmp_
 def test_an_error_of_any_kind_is_one_of_the_file(tmp_path, monkeypatch):
     save(tmp_path / "matrix")
     error = RuntimeError("no such file any more")
-    monkeypatch.setattr(state_file, "load", Mock(side_effect=error))
+    monkeypatch.setattr(TensorForm, "_check_header", Mock(side_effect=error))
     with pytest.raises(ValueError, match=r"no numbers: no such file any more$"):
         load(tmp_path / "matrix")
 
@@ -194,6 +204,7 @@ def test_an_error_of_any_kind_is_one_of_the_file(tmp_path, monkeypatch):
         (None, "no numbers: "),  # a pipe
         (lambda whole: whole[:-1], "no numbers: "),
         (lambda whole: whole[:8] + b"[" * 64, "no numbers: "),
+        (lambda whole: whole.replace(b"[0, 48]", b"[4, 48]"), "no numbers: "),
         (lambda whole: (1 << 62).to_bytes(8, "little") + whole[8:], "no numbers: "),
         ({"k": "5" * 1000}, f"k is {'5' * 200}, expected 4"),
         (

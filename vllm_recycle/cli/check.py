@@ -126,6 +126,9 @@ def _describe(config: Any) -> dict[str, str]:
 
     options = settings_of(config).options
     num_bytes = sum(tensor.nbytes for tensor in options.make_state(config, "meta").tensors.values())
+    tables = f"{num_bytes:,} bytes on each rank, beside weights and KV cache"
+    if options.state_file is not None:
+        tables += f", and twice as many on the host of the first rank for {options.state_key}"
     warning = other_token_ids(config)
     trees = "grown trees" if options.is_dynamic else f"tree {options.load_tree().name}"
     drafts = f"{trees}, at most {options.num_nodes} nodes"
@@ -136,7 +139,7 @@ def _describe(config: Any) -> dict[str, str]:
         "supported": f"{config.model_config.model} with {options.method}",
         "vllm": f"{vllm.__version__} on {current_platform.device_type}",
         "drafts": drafts,
-        "tables": f"{num_bytes:,} bytes on each rank, beside weights and KV cache",
+        "tables": tables,
         **({"warning": warning} if warning else {}),
     }
 

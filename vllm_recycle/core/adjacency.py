@@ -225,6 +225,8 @@ class AdjacencyMatrix:
         Those of them that run go on without. What they wrote for all stays.
         """
         old_salts = self._owners.forget(names)
+        if not old_salts:
+            return 0
         for salt in old_salts:
             self.salts[self.salts == salt] = self._owners.new_salt(is_private=salt >= PRIVATE_SALT)
         salts = torch.tensor(old_salts, dtype=torch.int32, device=self.table.device)

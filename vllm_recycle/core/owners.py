@@ -33,16 +33,22 @@ class Owners:
 
     def __init__(self) -> None:
         self._num_salts = 0
-        self._salts: OrderedDict[Owner, int] = OrderedDict()  # of who was seen last, the last
+        # By whether they are sessions, which all end and are never named again: of who was seen
+        # last, the last.
+        self._salts: dict[bool, OrderedDict[Owner, int]] = {
+            False: OrderedDict(),
+            True: OrderedDict(),
+        }
 
     def salt_of(self, owner: Owner) -> int:
         """The salt of an owner, which is then the last one to be forgotten."""
-        if owner not in self._salts:
-            self._salts[owner] = self.new_salt(is_private=owner.cache_salt is not None)
-        self._salts.move_to_end(owner)
-        if len(self._salts) > MAX_OWNERS:
-            self._salts.popitem(last=False)
-        return self._salts[owner]
+        salts = self._salts[owner.is_session]
+        if owner not in salts:
+            salts[owner] = self.new_salt(is_private=owner.cache_salt is not None)
+        salts.move_to_end(owner)
+        if len(salts) > MAX_OWNERS:
+            salts.popitem(last=False)
+        return salts[owner]
 
     def new_salt(self, *, is_private: bool) -> int:
         """One that no owner has."""
@@ -51,4 +57,5 @@ class Owners:
 
     def forget(self, names: Collection[str | int]) -> list[int]:
         """Forget the owners of some names, and return the salts that they had."""
-        return [self._salts.pop(owner) for owner in [*self._salts] if owner.name in names]
+        salts = self._salts[False]
+        return [salts.pop(owner) for owner in [*salts] if owner.name in names]

@@ -35,6 +35,7 @@ class NewRequest(NamedTuple):
         request_class: `GREEDY` or `SAMPLED`, by which acceptance is counted.
         owner: whose it is; None for nobody else's.
         hint: what its output may say, -1 between the parts; empty for none.
+        teaches: whether its text enters the matrix.
 
     """
 
@@ -43,6 +44,7 @@ class NewRequest(NamedTuple):
     request_class: int = GREEDY
     owner: Owner | None = None
     hint: Sequence[int] = ()
+    teaches: bool = True
 
 
 class ReqStateIndices(dict[str, int]):

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import load, save
 
 MAX_JSON_BYTES = 1 << 20
 LENGTH_BYTES = 8  # of a safetensors file, before its header
 PARTIAL_PREFIX = ".vllm_recycle-"
 ABANDONED_AFTER = 3600.0  # seconds in which any writer has written more, or is done
 DTYPES = {"I32": torch.int32, "I64": torch.int64, "F32": torch.float32, "F64": torch.float64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StateFileError(OSError):
@@ -82,15 +82,15 @@ def is_writable(path: str | Path) -> bool:
     return True
 
 
-def write_file(path: str | Path, content: bytes, *, kind: str) -> None:
-    """Put a file in its place, whole or not at all, or raise StateFileError.
+def write_file(path: str | Path, *parts: bytes | memoryview, kind: str) -> None:
+    """Put a file of these parts in its place, whole or not at all, or raise StateFileError.
 
     Of a symbolic link that is its target's.
     """
     target = Path(os.path.realpath(path))
     try:
         with _partial_file(target.parent) as file:
-            file.write(content)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
             if target.exists():
@@ -140,6 +140,9 @@ def read_json(path: str | Path, *, kind: str) -> Any:
 class TensorForm:
     """What a safetensors file must be like.
 
+    Steps go on while another thread writes or reads it: unlike the functions of safetensors this
+    holds the GIL for the header alone.
+
     Attributes:
         templates: by name, what each tensor must have the type and the shape of; on any device,
             `meta` too.
@@ -154,9 +157,17 @@ class TensorForm:
 
     def save(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors of this form; see `write_file`."""
-        metadata = {key: str(value) for key, value in self.facts.items()}
-        cpu_tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        write_file(path, save(cpu_tensors, metadata), kind=self.kind)
+        headers: dict[str, Any] = {"__metadata__": {k: str(fact) for k, fact in self.facts.items()}}
+        parts, start = [], 0
+        for name, tensor in tensors.items():
+            parts.append(tensor.cpu().contiguous().numpy().data.cast("B"))
+            offsets = [start, start := start + len(parts[-1])]
+            dtype = DTYPE_NAMES[tensor.dtype]
+            headers[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": offsets}
+        header = json.dumps(headers).encode()
+        header += b" " * (-len(header) % LENGTH_BYTES)  # so that tensors are aligned
+        length = len(header).to_bytes(LENGTH_BYTES, "little")
+        write_file(path, length, header, *parts, kind=self.kind)
 
     def check(self, path: str | Path) -> None:
         """Check a file by its header alone.
@@ -174,16 +185,22 @@ class TensorForm:
         The file is not mapped into memory: where a mount loses a file that another host removes, to
         touch its pages would kill the process.
         """
-        with self._errors_as_values(path):
-            content = Path(path).read_bytes()
-            self._check_header(path, content, len(content))
-            return load(content)
+        with self._errors_as_values(path), Path(path).open("rb") as file:
+            content = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
+            buffer = content.numpy().data
+            places = self._check_header(path, buffer, file.readinto(buffer))
+            return {
+                name: content[places[name]].view(tensor.dtype).view(tensor.shape)
+                for name, tensor in self.templates.items()
+            }
 
-    def _check_header(self, path: str | Path, header_bytes: bytes, num_bytes: int) -> None:
-        """See `check`; `header_bytes` are the file's first, at least its header."""
+    def _check_header(
+        self, path: str | Path, header_bytes: bytes | memoryview, num_bytes: int
+    ) -> dict[str, slice]:
+        """See `check`; where each tensor is. `header_bytes` are the file's first."""
         end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
         try:
-            headers = json.loads(header_bytes[LENGTH_BYTES:end])
+            headers = json.loads(bytes(header_bytes[LENGTH_BYTES:end]))
         except ValueError as error:
             raise RuntimeError(f"its header is not JSON: {error}") from None
         metadata = headers.pop("__metadata__", {})
@@ -192,6 +209,7 @@ class TensorForm:
                 value = str(metadata.get(key))[:200]
                 hint = "; remove it to learn anew" if key == "format" else ""
                 raise ValueError(f"{self.kind} {path}: {key} is {value}, expected {expected}{hint}")
+        places = {}
         for name, tensor in self.templates.items():
             dtype, shape = headers[name]["dtype"], headers[name]["shape"]
             dtype = DTYPES.get(dtype, dtype)
@@ -200,9 +218,14 @@ class TensorForm:
                     f"{self.kind} {path}: {name} is {dtype} {shape}, expected "
                     f"{tensor.dtype} {list(tensor.shape)}"
                 )
+            first, last = headers[name]["data_offsets"]
+            if first < 0 or last - first != tensor.nbytes:
+                raise RuntimeError(f"its header has {name} in bytes {first} to {last}")
+            places[name] = slice(end + first, end + last)
         expected_bytes = end + max(header["data_offsets"][1] for header in headers.values())
         if num_bytes != expected_bytes:
             raise RuntimeError(f"it has {num_bytes:,} bytes, expected {expected_bytes:,}")
+        return places
 
     @contextlib.contextmanager
     def _errors_as_values(self, path: str | Path) -> Iterator[None]:

@@ -153,10 +153,10 @@ class TokenRecyclingProposer:
         self.operations.learn(state.matrix, counts, ends, step)
 
     def add_request(self, request: NewRequest) -> None:
-        """Begin with a request: its text, and then its hint, enter the matrix as its own."""
+        """Begin with a request: its text, and then its hint, may enter the matrix as its own."""
         req_state_idx = request.req_state_idx
         self.state.matrix.begin(req_state_idx, request.request_class, request.owner)
-        if self.seeds_from_prompts:
+        if self.seeds_from_prompts and request.teaches:
             self.take_in(request.token_ids, req_state_idx)
         if request.hint:
             self.take_in(request.hint, req_state_idx)

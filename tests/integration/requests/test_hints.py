@@ -49,6 +49,12 @@ WITH_SALT = {
 TURNS = {**WITH_SALT, "acme": {"owner": "acme"}, "acme again": {"owner": "acme"}}
 
 
+def test_the_text_of_what_gets_no_drafts_is_not_taken_in(served):
+    """Its output is, a few tokens."""
+    drafted, *others = served["written"]
+    assert 0 < max(others) < 60 < drafted
+
+
 def test_a_hint_makes_it_fewer_steps_and_leaves_the_output_as_it_is(served):
     for scope, steps in served["hints"].items():
         assert max(steps["ids"], steps["text"]) < 0.7 * steps["none"]
@@ -191,6 +197,13 @@ def main(_: Path) -> dict[str, Any]:
         result = serve_owners(llm, plain)
         serve_hints(llm, "sequence")
         drafter.reset()
+        result["written"] = []
+        for max_tokens, speculate in ((2, True), (1, True), (2, False)):
+            extra_args = {"hint": plain[1], "speculate": speculate}
+            params = SamplingParams(**GREEDY | {"max_tokens": max_tokens, "extra_args": extra_args})
+            generate(llm, [{"prompt_token_ids": token_ids[:60]}], [params])
+            result["written"].append(drafter.state.matrix.num_written)
+            drafter.reset()
         result["cold"] = serve(llm, plain)
         drafter.reset()
         answers = zip(REQUESTS, plain, strict=True)

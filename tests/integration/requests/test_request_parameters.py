@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.integration.engines import GROWN, SMALL_OUROBOROS, TARGET, TRUNK
 from vllm_recycle.core.owners import Owner
+from vllm_recycle.core.req_states import NewRequest
 from vllm_recycle.integration.requests import parameters as requests
 
 METHODS = {
@@ -200,8 +203,37 @@ def test_what_no_frontend_has_checked_is_nobodys(name):
     request = processed("sequence", {"owner": "a"})
     request.sampling_params.extra_args = {"owner": name, "hint": [name, 5]}
     assert requests.owner_of(request) is None
-    new_request = requests.new_request(0, [1, 2], request.sampling_params, None)
-    assert new_request.hint in ([], [-1, 1, 2, "a", "salt"])
+    assert new_request(request.sampling_params).hint == []
+
+
+def new_request(params: SamplingParams) -> NewRequest:
+    model_config = processor_of("sequence").model_config
+    return requests.new_request(0, [1, 2], params, None, model_config)
+
+
+VOCAB_SIZE = json.loads((Path(TARGET) / "config.json").read_text())["vocab_size"]
+NO_HINTS = ["a", ["a"], [5], [["a"]], [[None]], [[True]], [[5.0]], [[[5]]]]
+NO_HINTS += [[[VOCAB_SIZE]], [[1 << 31]], [[-2]], [[5], [5] * 64], [[5], "a"]]
+
+
+@pytest.mark.parametrize("hint", NO_HINTS)
+def test_what_no_frontend_has_checked_and_is_no_hint_counts_as_none(hint):
+    assert new_request(SamplingParams(extra_args={"hint": hint})).hint == []
+
+
+def test_a_hint_follows_the_text():
+    last = VOCAB_SIZE - 1
+    hint = new_request(SamplingParams(extra_args={"hint": [[last, -1], [7] * 62]})).hint
+    assert hint == [-1, 1, 2, last, -1, -1, 1, 2, *[7] * 62]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "speculate", "teaches"), [(2, True, True), (1, True, False), (2, False, False)]
+)
+def test_what_gets_no_drafts_teaches_nothing(max_tokens, speculate, teaches):
+    extra_args = {"hint": [[7]], "speculate": speculate}
+    request = new_request(SamplingParams(max_tokens=max_tokens, extra_args=extra_args))
+    assert (request.teaches, len(request.hint)) == (teaches, 4 if teaches else 0)
 
 
 @pytest.mark.parametrize(

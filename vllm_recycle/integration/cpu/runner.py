@@ -168,7 +168,9 @@ class TreeCPUModelRunner(AcceptedSteps):
             )
             req_state_idx = self.req_state_indices.assign(request_id)
             params, owner = request.sampling_params, note.owners.get(request_id)
-            new_requests.append(new_request(req_state_idx, token_ids, params, owner))
+            new_requests.append(
+                new_request(req_state_idx, token_ids, params, owner, self.model_config)
+            )
             self.tree_drafter.num_undrafted += not may_speculate(params)
             if self.grows:
                 self.grammars.begin(request_id, params)

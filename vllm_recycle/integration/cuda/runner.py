@@ -211,6 +211,7 @@ class TreeModelRunner(GPUModelRunner):
                         text_of(request.prefill_token_ids, request),
                         request.sampling_params,
                         owners.get(request.req_id),
+                        self.model_config,
                     )
                     for index, request in zip(indices, new_reqs, strict=True)
                 ]

@@ -137,9 +137,10 @@ class TokenRecyclingV2Drafter(TokenRecyclingDrafter, V2Drafter):
             index, text = request.req_state_idx, request.token_ids
             matrix.begin(index, request.request_class, request.owner)
             self.is_blind[index] = text[-1] == NO_TOKEN
-            if self.seeds and NO_TOKEN in text:  # in whose place vLLM has some token
+            seeds = self.seeds and request.teaches
+            if seeds and NO_TOKEN in text:  # in whose place vLLM has some token
                 self.take_in(text, index)
-            elif self.seeds:
+            elif seeds:
                 # A copy, since the kernel reads each token again and again.
                 token_ids = self.texts.token_ids[index, : len(text)].clone()
                 seed(matrix, self.stamps, index, token_ids)

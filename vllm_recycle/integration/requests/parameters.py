@@ -39,11 +39,20 @@ def is_ours(speculative_config: Any) -> bool:
 
 
 def new_request(
-    req_state_idx: int, token_ids: Sequence[int], params: SamplingParams, owner: Owner | None
+    req_state_idx: int,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    owner: Owner | None,
+    model_config: Any,
 ) -> NewRequest:
-    """What a drafter is told of a request with a text and sampling parameters."""
+    """What a drafter is told of a request with a text and sampling parameters.
+
+    One that gets no drafts teaches nothing: what it wrote as its own nobody would read.
+    """
     request_class = GREEDY if params.sampling_type == SamplingType.GREEDY else SAMPLED
-    return NewRequest(req_state_idx, token_ids, request_class, owner, _hint(params, token_ids))
+    teaches = may_speculate(params) and params.max_tokens != 1
+    hint = _hint(params, token_ids, model_config) if teaches else ()
+    return NewRequest(req_state_idx, token_ids, request_class, owner, hint, teaches)
 
 
 def may_speculate(params: Any) -> bool:
@@ -218,13 +227,21 @@ def to_token_ids(
     raise _BadInputError(name, value, expected)
 
 
-def _hint(params: Any, token_ids: Sequence[int]) -> list[int]:
-    """The hints of a request, each as it may follow its text, with -1 between; empty for none."""
+def _hint(params: Any, token_ids: Sequence[int], model_config: Any) -> list[int]:
+    """The hints of a request, each as it may follow its text, with -1 between; empty for none.
+
+    What no frontend has checked and is no hint counts as none.
+    """
     hints = (params.extra_args or {}).get(HINT)
-    if not isinstance(hints, list):
+    if not isinstance(hints, list) or not all(isinstance(hint, list) for hint in hints):
         return []
-    parts = ([*token_ids[-MAX_CONTEXT:], *hint] for hint in hints if isinstance(hint, list))
-    return [token for part in parts for token in (NO_TOKEN, *part)]
+    vocab_size = model_config.get_vocab_size()
+    given_ids = [token_id for hint in hints for token_id in hint]
+    is_checked = all(type(token) is int and NO_TOKEN <= token < vocab_size for token in given_ids)
+    if not is_checked or len(given_ids) > model_config.max_model_len:
+        return []
+    parts = ([*token_ids[-MAX_CONTEXT:], *hint] for hint in hints)
+    return [token_id for part in parts for token_id in (NO_TOKEN, *part)]
 
 
 def with_holes(
