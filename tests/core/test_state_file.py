@@ -49,10 +49,15 @@ def save(path):
 
 
 def test_files_are_those_of_safetensors(tmp_path):
-    tensors = {"a": torch.arange(3, dtype=torch.int64), "b": torch.randn(2, 5)[:, ::2]}
+    """Also where a tensor of smaller numbers, an odd count of them, comes first."""
+    tensors = {
+        "numbers": torch.randn(3, 5)[:, ::2],
+        "counts": torch.randn(2, 2, dtype=torch.float64),
+    }
     form = TensorForm(tensors, FACTS, "matrix_file")
     form.save(tmp_path / "ours", tensors)
     torch.testing.assert_close(safetensors.torch.load_file(tmp_path / "ours"), tensors)
+    torch.testing.assert_close(form.read(tmp_path / "ours"), tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, tmp_path / "theirs", {"k": "4"})
     torch.testing.assert_close(form.read(tmp_path / "theirs"), tensors)

@@ -33,16 +33,14 @@ class Owners:
 
     def __init__(self) -> None:
         self._num_salts = 0
-        # By whether they are sessions, which all end and are never named again: of who was seen
-        # last, the last.
-        self._salts: dict[bool, OrderedDict[Owner, int]] = {
-            False: OrderedDict(),
-            True: OrderedDict(),
-        }
+        # The owner that was seen last is the last one. Sessions, of which there are ever new ones,
+        # are to push out no other owner.
+        self._salts: OrderedDict[Owner, int] = OrderedDict()
+        self._session_salts: OrderedDict[Owner, int] = OrderedDict()
 
     def salt_of(self, owner: Owner) -> int:
         """The salt of an owner, which is then the last one to be forgotten."""
-        salts = self._salts[owner.is_session]
+        salts = self._session_salts if owner.is_session else self._salts
         if owner not in salts:
             salts[owner] = self.new_salt(is_private=owner.cache_salt is not None)
         salts.move_to_end(owner)
@@ -57,5 +55,4 @@ class Owners:
 
     def forget(self, names: Collection[str | int]) -> list[int]:
         """Forget the owners of some names, and return the salts that they had."""
-        salts = self._salts[False]
-        return [salts.pop(owner) for owner in [*salts] if owner.name in names]
+        return [self._salts.pop(owner) for owner in [*self._salts] if owner.name in names]

@@ -157,15 +157,17 @@ class TensorForm:
 
     def save(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors of this form; see `write_file`."""
-        headers: dict[str, Any] = {"__metadata__": {k: str(fact) for k, fact in self.facts.items()}}
+        metadata = {key: str(value) for key, value in self.facts.items()}
+        headers: dict[str, Any] = {"__metadata__": metadata}
         parts, start = [], 0
-        for name, tensor in tensors.items():
+        # Those of larger numbers first, so that each starts at a multiple of the size of its own.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             parts.append(tensor.cpu().contiguous().numpy().data.cast("B"))
             offsets = [start, start := start + len(parts[-1])]
             dtype = DTYPE_NAMES[tensor.dtype]
             headers[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": offsets}
         header = json.dumps(headers).encode()
-        header += b" " * (-len(header) % LENGTH_BYTES)  # so that tensors are aligned
+        header += b" " * (-len(header) % LENGTH_BYTES)
         length = len(header).to_bytes(LENGTH_BYTES, "little")
         write_file(path, length, header, *parts, kind=self.kind)
 
@@ -188,7 +190,8 @@ class TensorForm:
         with self._errors_as_values(path), Path(path).open("rb") as file:
             content = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
             buffer = content.numpy().data
-            places = self._check_header(path, buffer, file.readinto(buffer))
+            num_bytes = file.readinto(buffer)
+            places = self._check_header(path, buffer[: LENGTH_BYTES + MAX_JSON_BYTES], num_bytes)
             return {
                 name: content[places[name]].view(tensor.dtype).view(tensor.shape)
                 for name, tensor in self.templates.items()
@@ -197,7 +200,7 @@ class TensorForm:
     def _check_header(
         self, path: str | Path, header_bytes: bytes | memoryview, num_bytes: int
     ) -> dict[str, slice]:
-        """See `check`; where each tensor is. `header_bytes` are the file's first."""
+        """See `check`; where each tensor is. `header_bytes` are the first bytes of the file."""
         end = LENGTH_BYTES + int.from_bytes(header_bytes[:LENGTH_BYTES], "little")
         try:
             headers = json.loads(bytes(header_bytes[LENGTH_BYTES:end]))
@@ -218,10 +221,10 @@ class TensorForm:
                     f"{self.kind} {path}: {name} is {dtype} {shape}, expected "
                     f"{tensor.dtype} {list(tensor.shape)}"
                 )
-            first, last = headers[name]["data_offsets"]
-            if first < 0 or last - first != tensor.nbytes:
-                raise RuntimeError(f"its header has {name} in bytes {first} to {last}")
-            places[name] = slice(end + first, end + last)
+            start, stop = headers[name]["data_offsets"]
+            if start < 0 or stop - start != tensor.nbytes:
+                raise RuntimeError(f"its header has {name} in bytes {start} to {stop}")
+            places[name] = slice(end + start, end + stop)
         expected_bytes = end + max(header["data_offsets"][1] for header in headers.values())
         if num_bytes != expected_bytes:
             raise RuntimeError(f"it has {num_bytes:,} bytes, expected {expected_bytes:,}")

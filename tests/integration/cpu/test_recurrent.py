@@ -44,11 +44,10 @@ def states_at_the_end(llm: Any) -> tuple[Any, dict[str, list[torch.Tensor]]]:
     return tokens, states
 
 
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [(falcon_h1, {}), (lfm2, ROTATED_BY_TORCH)],
-    ids=["Mamba2", "short convolutions"],
-)
+MODELS = {"Mamba2": (falcon_h1, {}), "short convolutions": (lfm2, ROTATED_BY_TORCH)}
+
+
+@pytest.mark.parametrize(("make", "settings"), MODELS.values(), ids=MODELS)
 def test_states_are_those_of_plain_decoding(make, settings, tmp_path):
     settings = {"model": make(tmp_path / "model"), **settings}
     with engine(**settings) as llm:
@@ -80,9 +79,11 @@ def test_a_row_has_a_price_and_vllm_itself_gives_other_tokens(model):
 
 
 @pytest.mark.slow
-def test_output_equals_vllm_beside_prompts_in_chunks(model):
+@pytest.mark.parametrize(("make", "settings"), MODELS.values(), ids=MODELS)
+def test_output_equals_vllm_beside_prompts_in_chunks(make, settings, tmp_path):
     """Up to the end of a short context; with prefix caching drafts end where blocks do."""
-    settings = {"model": model, "max_model_len": 192, "max_num_seqs": 6}
+    settings = settings | {"model": make(tmp_path / "model")}
+    settings |= {"max_model_len": 192, "max_num_seqs": 6}
     params = mixed_params(len(PROMPTS), max_tokens=1000)
     with engine(**settings) as llm:
         expected = generate(llm, PROMPTS, params)

@@ -262,6 +262,8 @@ class TestFinish:
         graphs = lora.compilation_config.max_cudagraph_capture_size or 0
         assert graphs <= lora.scheduler_config.max_num_batched_tokens
         assert (lora.scheduler_config == plain.scheduler_config) == is_same
+        ranges = [c.compilation_config.compile_ranges_endpoints for c in (plain, lora)]
+        assert (ranges[0] == ranges[1]) == is_same
 
     def test_trees_leave_attention_sinks_to_the_backend_that_vllm_takes_where_ours_has_none(
         self, tmp_path, monkeypatch

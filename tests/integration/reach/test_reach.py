@@ -213,7 +213,9 @@ def test_chains_are_drafted_where_trees_never_pay(expected, monkeypatch):
 def test_what_is_no_token_is_not_learnt_from(tmp_path):
     with engine(GROWN, model=copied(tmp_path / "model"), enable_prompt_embeds=True) as llm:
         table = torch.zeros(12, runner(llm).model_config.get_hidden_size())
-        generate(llm, [{"prompt_embeds": table}], mixed_params(1, max_tokens=1))
+        # An owner, since else a request without drafts would not be learnt from.
+        params = mixed_params(1, max_tokens=1, extra_args={"owner": "a"})
+        generate(llm, [{"prompt_embeds": table}], params)
         assert runner(llm).tree_drafter.state.matrix.num_written == 0
 
 

@@ -206,14 +206,14 @@ def test_what_no_frontend_has_checked_is_nobodys(name):
     assert new_request(request.sampling_params).hint == []
 
 
-def new_request(params: SamplingParams) -> NewRequest:
+def new_request(params: SamplingParams, owner: Owner | None = None) -> NewRequest:
     model_config = processor_of("sequence").model_config
-    return requests.new_request(0, [1, 2], params, None, model_config)
+    return requests.new_request(0, [1, 2], params, owner, model_config)
 
 
 VOCAB_SIZE = json.loads((Path(TARGET) / "config.json").read_text())["vocab_size"]
 NO_HINTS = ["a", ["a"], [5], [["a"]], [[None]], [[True]], [[5.0]], [[[5]]]]
-NO_HINTS += [[[VOCAB_SIZE]], [[1 << 31]], [[-2]], [[5], [5] * 64], [[5], "a"]]
+NO_HINTS += [[[VOCAB_SIZE]], [[1 << 31]], [[-2]], [[5], [5] * 64], [[5], "a"], [[]] * 65]
 
 
 @pytest.mark.parametrize("hint", NO_HINTS)
@@ -228,12 +228,16 @@ def test_a_hint_follows_the_text():
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "speculate", "teaches"), [(2, True, True), (1, True, False), (2, False, False)]
+    ("max_tokens", "speculate", "has_drafts"),
+    [(2, True, True), (1, True, False), (2, False, False)],
 )
-def test_what_gets_no_drafts_teaches_nothing(max_tokens, speculate, teaches):
+def test_the_text_of_what_gets_no_drafts_is_for_its_owner(max_tokens, speculate, has_drafts):
     extra_args = {"hint": [[7]], "speculate": speculate}
-    request = new_request(SamplingParams(max_tokens=max_tokens, extra_args=extra_args))
-    assert (request.teaches, len(request.hint)) == (teaches, 4 if teaches else 0)
+    params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args)
+    for owner in (None, Owner("a")):
+        request = new_request(params, owner)
+        assert request.teaches == (has_drafts or owner is not None)
+        assert len(request.hint) == (4 if has_drafts else 0)
 
 
 @pytest.mark.parametrize(

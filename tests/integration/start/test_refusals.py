@@ -277,6 +277,8 @@ def test_with_lora_steps_are_as_large_as_without(flags, method):
     """Though vLLM asks for room for whole drafts of all requests."""
     plain, lora = (make_config(method, enable_lora=on, **flags) for on in (False, True))
     assert lora.scheduler_config == plain.scheduler_config
+    ranges = [c.compilation_config.compile_ranges_endpoints for c in (plain, lora)]
+    assert ranges[0] == ranges[1]
 
 
 @pytest.mark.parametrize(

@@ -229,14 +229,14 @@ def _take_short_convolution(layer: ShortConv) -> None:
             prefix=layer.prefix,
             conv=layer.conv,
             kv_cache=layer.kv_cache,
-            in_proj=lambda projected: (projected, None),
-            out_proj=lambda convolved: (convolved, None),
+            in_proj=lambda rows: (rows, None),
+            out_proj=lambda rows: (rows, None),
         )
-        projected, _ = layer.in_proj(hidden_states)
-        convolved = torch.empty_like(output)
+        inputs, _ = layer.in_proj(hidden_states)  # three parts of a rank's channels
+        channels = inputs.new_empty(len(inputs), inputs.shape[1] // 3)
         convolve = partial(type(layer).forward_native, convolution)
-        _run_with_context(layer, convolve, projected, convolved)
-        output[:], _ = layer.out_proj(convolved)
+        _run_with_context(layer, convolve, inputs, channels)
+        output[:], _ = layer.out_proj(channels)
 
     layer.forward_native = forward_native
 

@@ -67,10 +67,6 @@ class TreeCPUModelRunner(AcceptedSteps):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        # With LoRA there are buffers for more rows than a step has, and vLLM warms up with as many.
-        scheduler = vllm_config.scheduler_config
-        steps = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
-        self.max_num_tokens = min(steps)
         options = settings_of(vllm_config).options
         self.tree_drafter = DRAFTERS[options.source](vllm_config, device, self)
         if isinstance(self.tree_drafter, SpecDecodeBaseProposer):

@@ -5,7 +5,7 @@ rows of trees get the positions of their depths, and attention learns how many t
 vLLM's sampler samples all rows, and the drafter learns from them; the walk takes the place of
 rejection sampling, and the accepted KV moves; our drafter drafts. V2 keys its noise by seed and
 position, so a row's token does not depend on what was drawn before it, and seeded output is that
-without speculation. No step waits for the device.
+without speculation. No step waits for the device, but with LoRA.
 
 Where only chains are drafted, attention and graphs are vLLM's, and no KV moves; recurrent layers
 keep the states behind each row, and vLLM is told how many were accepted. Penalties look

@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingType
 from vllm_recycle.core.adjacency import GREEDY, MAX_CONTEXT, SAMPLED
 from vllm_recycle.core.owners import Owner
 from vllm_recycle.core.req_states import NewRequest
-from vllm_recycle.core.state_file import shorten
+from vllm_recycle.core.state_file import is_int, shorten
 from vllm_recycle.core.verification import NO_TOKEN
 from vllm_recycle.integration.options import MethodOptions, settings_of
 
@@ -47,11 +47,12 @@ def new_request(
 ) -> NewRequest:
     """What a drafter is told of a request with a text and sampling parameters.
 
-    One that gets no drafts teaches nothing: what it wrote as its own nobody would read.
+    The text of one that gets no drafts is for its owner, if it has one: others would not read it.
     """
     request_class = GREEDY if params.sampling_type == SamplingType.GREEDY else SAMPLED
-    teaches = may_speculate(params) and params.max_tokens != 1
-    hint = _hint(params, token_ids, model_config) if teaches else ()
+    has_drafts = may_speculate(params) and params.max_tokens != 1
+    hint = _hint(params, token_ids, model_config) if has_drafts else ()
+    teaches = has_drafts or owner is not None
     return NewRequest(req_state_idx, token_ids, request_class, owner, hint, teaches)
 
 
@@ -235,10 +236,11 @@ def _hint(params: Any, token_ids: Sequence[int], model_config: Any) -> list[int]
     hints = (params.extra_args or {}).get(HINT)
     if not isinstance(hints, list) or not all(isinstance(hint, list) for hint in hints):
         return []
-    vocab_size = model_config.get_vocab_size()
+    last_id = model_config.get_vocab_size() - 1
     given_ids = [token_id for hint in hints for token_id in hint]
-    is_checked = all(type(token) is int and NO_TOKEN <= token < vocab_size for token in given_ids)
-    if not is_checked or len(given_ids) > model_config.max_model_len:
+    if len(hints) > MAX_HINTS or len(given_ids) > model_config.max_model_len:
+        return []
+    if not all(is_int(token_id, NO_TOKEN, last_id) for token_id in given_ids):
         return []
     parts = ([*token_ids[-MAX_CONTEXT:], *hint] for hint in hints)
     return [token_id for part in parts for token_id in (NO_TOKEN, *part)]

@@ -252,6 +252,8 @@ def _take_back_room(vllm_config: Any, step_tokens: int) -> None:
         return  # vLLM has chosen graphs of more
     for name in ("max_num_batched_tokens", "max_num_encoder_input_tokens", "encoder_cache_size"):
         setattr(scheduler, name, min(step_tokens, getattr(scheduler, name)))
+    ends = compilation.compile_ranges_endpoints or ()
+    compilation.compile_ranges_endpoints = sorted({min(step_tokens, end) for end in ends})
 
 
 def _with_chains(
