@@ -109,6 +109,6 @@ def _grow_what_may_pay(grow: Callable[..., Growth], price: Price, *, num_reqs: i
     while True:
         growth = grow(least_worth=plain_rate * slope)
         next_slope = slopes[min(num_reqs + int(growth.num_nodes.sum()), max_rows)]
-        if next_slope >= slope:
+        if not next_slope < slope:
             return growth
         slope = next_slope

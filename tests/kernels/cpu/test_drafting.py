@@ -219,3 +219,17 @@ def test_a_table_of_another_type_or_layout_is_refused():
     counts, prices = counts_for(matrix, "quarters"), {TREES: linear(0.0, 4)}
     with pytest.raises(AssertionError):
         calls.draft(matrix, counts, texts, prices=prices, max_nodes=2)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_a_grammar_or_a_signal_raises_meanwhile_is_raised(error):
+    class Raising:
+        def allowed(self, path):
+            raise error
+
+    matrix = make_matrix()
+    ends = Ends(torch.tensor([[1]], dtype=torch.int32), [0])
+    texts = TextEnds(torch.tensor([0]), ends, [1], grammars=[Raising()])
+    counts, prices = counts_for(matrix, "quarters"), {TREES: linear(0.0, 4)}
+    with pytest.raises(error):
+        calls.draft(matrix, counts, texts, prices=prices, max_nodes=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -77,3 +79,11 @@ def test_an_unknown_isa_is_refused():
     kv_cache = torch.zeros(1, 1, 32, 64)
     with pytest.raises(ValueError, match=r"got isa 'neon', expected one of \('amx', 'vec'"):
         move_slots([kv_cache], torch.tensor([0]), torch.tensor([1]), isa="neon")
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_a_cache_whose_pages_are_padded_is_refused(size):
+    kv_cache = torch.zeros(2, 2, 32, 2 * size)[..., :8]
+    slots = torch.tensor([1])
+    with pytest.raises(AssertionError) if size > 4 else nullcontext():
+        move_slots([kv_cache], slots, slots + 1, isa="vec")

@@ -99,7 +99,7 @@ def move_slots(
     """
     layer = kv_caches[0]
     read, write = (slot_elements(slots, shape=layer.shape, isa=isa) for slots in (source, target))
-    caches = [kv_cache.data_ptr() for kv_cache in kv_caches]
+    caches = [pointer(kv_cache, layer.dtype) for kv_cache in kv_caches]
     library().move_slots(
         (c_void_p * len(caches))(*caches),
         len(caches),

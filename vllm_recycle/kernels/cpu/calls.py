@@ -138,7 +138,7 @@ def _grammars(grammars: Sequence[Grammar | None] | None) -> Iterator[tuple[Any, 
     if grammars is None or not any(grammars):
         yield None, None
         return
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     last_allowed: Allowed | None = None  # C++ reads its words until it asks again
 
     def ask(b: int, path: Any, length: int, allowed: Any) -> None:
@@ -149,7 +149,7 @@ def _grammars(grammars: Sequence[Grammar | None] | None) -> Iterator[tuple[Any, 
             if last_allowed is not None:
                 words = pointer(last_allowed.words, torch.int32)
                 allowed[0] = _Allowed(words, len(last_allowed.words), last_allowed.expected)
-        except Exception as error:  # which ends here, below C++
+        except BaseException as error:  # ends here, below C++; a signal's too
             failures.append(error)
 
     yield _numbers([grammar is not None for grammar in grammars]), ASK(ask)

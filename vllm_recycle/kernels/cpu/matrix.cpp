@@ -434,7 +434,7 @@ void grow_what_may_pay(const Source& source, int64_t ranks, const Price& price, 
   while (true) {
     const int64_t num_grown = grow(source, ranks, plain_rate * slope, offer);
     const double next_slope = slopes[std::min(num_reqs + num_grown, max_rows)];
-    if (next_slope >= slope) return;
+    if (!(next_slope < slope)) return;
     slope = next_slope;
   }
 }
