@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.core.strategies import THOROUGH
+from vllm_recycle.core import state_file
 from vllm_recycle.core.state_file import (
     ABANDONED_AFTER,
     MAX_JSON_BYTES,
@@ -61,6 +63,19 @@ def test_files_are_those_of_safetensors(tmp_path):
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, tmp_path / "theirs", {"k": "4"})
     torch.testing.assert_close(form.read(tmp_path / "theirs"), tensors)
+
+
+def test_tensors_are_written_from_where_they_lie_and_read_to_where_they_stay(monkeypatch, tmp_path):
+    """Any copy, as by safetensors, would hold the GIL, and so a step of another thread."""
+    parts = []
+    monkeypatch.setattr(state_file, "write_file", lambda _, *given, kind: parts.extend(given))
+    numbers = TENSORS["numbers"]
+    save(tmp_path / "matrix")
+    assert np.shares_memory(np.frombuffer(parts[-1], np.int32), numbers.numpy())
+    monkeypatch.undo()
+    save(tmp_path / "matrix")
+    num_bytes = load(tmp_path / "matrix")["numbers"].untyped_storage().nbytes()
+    assert num_bytes == (tmp_path / "matrix").stat().st_size
 
 
 @pytest.mark.parametrize("name", ["new", LONGEST_NAME, "link to nothing"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.integration.engines import (
     mixed_params,
     read_prompts,
     runner,
+    use_two_ranks,
     watch_steps,
 )
 from tests.integration.models.random_models import falcon_h1, lfm2, mamba2
@@ -95,6 +97,18 @@ def test_output_equals_vllm_beside_prompts_in_chunks(make, settings, tmp_path):
             assert counter(llm, "spec_decode_num_accepted_tokens") > 0
             drafts = [draft for s in steps for draft in s.scheduled_spec_decode_tokens.values()]
             assert {*map(len, drafts)} == {1, 2, 3, 4}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_each_rank_has_a_part_of_a_short_convolution(monkeypatch, tmp_path):
+    use_two_ranks(monkeypatch)
+    settings = {"model": lfm2(tmp_path / "model"), "tensor_parallel_size": 2, **ROTATED_BY_TORCH}
+    with engine(**settings) as llm:
+        expected = generate(llm, PROMPTS, TOKENS)
+    with engine(GROWN, **settings) as llm:
+        assert generate(llm, PROMPTS, TOKENS) == expected
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
 
 
 @pytest.mark.slow

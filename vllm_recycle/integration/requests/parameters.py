@@ -47,7 +47,7 @@ def new_request(
 ) -> NewRequest:
     """What a drafter is told of a request with a text and sampling parameters.
 
-    The text of one that gets no drafts is for its owner, if it has one: others would not read it.
+    The text of a request without drafts is taken in for its owner alone, if it has one.
     """
     request_class = GREEDY if params.sampling_type == SamplingType.GREEDY else SAMPLED
     has_drafts = may_speculate(params) and params.max_tokens != 1
@@ -231,7 +231,7 @@ def to_token_ids(
 def _hint(params: Any, token_ids: Sequence[int], model_config: Any) -> list[int]:
     """The hints of a request, each as it may follow its text, with -1 between; empty for none.
 
-    What no frontend has checked and is no hint counts as none.
+    Anything else, which no frontend has checked, counts as none.
     """
     hints = (params.extra_args or {}).get(HINT)
     if not isinstance(hints, list) or not all(isinstance(hint, list) for hint in hints):
